@@ -1,0 +1,401 @@
+"""The engine as everybody else sees it: submit a request, read its deltas, cancel, drain, ask how it is doing.
+
+One thread owns the device and runs :class:`~carousel.engine.loop.EngineCore`. Clients live on event loops. What crosses
+between them is plain data: commands in through a queue, and per step one wake-up of each event loop with all its deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from carousel.engine.block_pool import BlockPool
+from carousel.engine.detokenizer import Detokenizer
+from carousel.engine.errors import EngineUnavailable, InvalidRequest, RequestTooLong
+from carousel.engine.ledger import Ledger
+from carousel.engine.loop import EngineCore, LiveRequest
+from carousel.engine.memory import free_memory, plan_kv_cache
+from carousel.engine.policy import make_policy
+from carousel.engine.request import FinishReason, GenerationRequest, Output, SamplingParams, Sequence
+from carousel.engine.runner import DecoderRunner
+from carousel.engine.sampler import Sampler, SequenceSampler
+from carousel.engine.scheduler import Scheduler, SchedulerLimits
+from carousel.engine.stream import RequestStream
+from carousel.engine.timeline import EngineStats, Timeline
+
+if TYPE_CHECKING:
+    from carousel.config import Settings
+    from carousel.models.loader import LoadedModel
+
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.02
+_JOIN_S = 10.0
+
+
+class _Client:
+    """Where a live request's deltas go: its stream, on its event loop."""
+
+    __slots__ = ("loop", "stream")
+
+    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+        self.stream = stream
+        self.loop = loop
+
+
+class Engine:
+    """A model with a batch that never stops turning. See the module.
+
+    :meth:`start` and :meth:`stop` block; call them from a thread. :meth:`submit` needs a running event loop. Everything
+    else may be called from anywhere.
+    """
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        self.settings = settings
+        self.tokenizer = model.tokenizer
+        self.timeline = Timeline()
+        self.failure: str | None = None
+        self.max_model_len = settings.max_model_len or model.max_model_len
+        self.model_name = settings.model_name
+        self.vocab_size: int = model.decoder.config.vocab_size
+        self.generation_defaults: dict[str, Any] = dict(model.generation_defaults)
+        self.kv_summary = ""
+        self._model = model
+        self._thread: threading.Thread | None = None
+        self._commands: deque[Callable[[EngineCore], None]] = deque()
+        self._commands_lock = threading.Lock()
+        self._ended = False
+        self._wake = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._warm = False
+        self._step_started: float | None = None
+        self._clients: dict[str, _Client] = {}
+        self._orders = count()
+        self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
+        self._ledger = Ledger(settings.max_queue_requests, 1, settings.max_batch_sequences)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Size the KV pool, warm the model up, start the thread. Blocks until the engine is :attr:`ready`.
+
+        Raises:
+            InvalidRequest: the settings do not fit this model or this machine.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the engine was started before")
+        core = self._build()
+        started = time.monotonic()
+        self._warm_up(core)
+        log.info("warm-up: %.2f s", time.monotonic() - started)
+        self._warm = True
+        self._thread = threading.Thread(target=self._run, args=(core,), name="carousel-engine", daemon=True)
+        self._thread.start()
+
+    def _build(self) -> EngineCore:
+        settings, decoder = self.settings, self._model.decoder
+        if decoder.device.type == "cpu":
+            torch.set_num_threads(settings.num_threads)
+        memory = settings.kv_cache_bytes if settings.kv_cache_bytes is not None else settings.kv_cache_fraction
+        assert memory is not None
+        budget = plan_kv_cache(
+            decoder.kv_bytes_per_token,
+            memory,
+            free_memory(decoder.device),
+            settings.max_model_len,
+            self._model.max_model_len,
+            settings.max_batch_sequences,
+        )
+        self.kv_summary = str(budget)
+        log.info("%s", budget)
+        if not settings.max_model_len and budget.max_model_len < self._model.max_model_len:
+            log.warning(
+                "max_model_len is %d, not the model's %d: the KV cache holds no more; raise --kv-cache-memory",
+                budget.max_model_len,
+                self._model.max_model_len,
+            )
+        self.max_model_len = budget.max_model_len
+        pool = BlockPool(budget.num_blocks)
+        runner = DecoderRunner(decoder, budget.num_blocks, settings.max_batch_sequences, budget.max_model_len)
+        limits = SchedulerLimits(
+            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_sequences=settings.max_batch_sequences,
+            target_step_s=settings.target_step_ms / 1e3,
+            prefix_caching=settings.prefix_caching,
+            static=settings.batching == "static",
+        )
+        scheduler = Scheduler(
+            limits,
+            pool,
+            make_policy(settings.policy, settings.tenant_weights),
+            on_blocks_lost=runner.forget,
+        )
+        queue_tokens = settings.max_queue_tokens or 32 * budget.max_model_len
+        self._ledger = Ledger(settings.max_queue_requests, queue_tokens, settings.max_batch_sequences)
+        self._ledger.report_blocks(budget.num_blocks)
+        sampler = Sampler(self.vocab_size, decoder.device)
+        return EngineCore(scheduler, runner, sampler, self._ledger, self.timeline, self._publish)
+
+    def _warm_up(self, core: EngineCore) -> None:
+        """Run a real generation at the worst shapes: a whole prompt chunk, a full batch, the costly sampler.
+
+        Allocators reach their peak, libraries choose their kernels, and the cost model sees its first steps before a
+        client does.
+        """
+        settings = self.settings
+        longest = max(1, min(settings.max_batch_tokens, self.max_model_len - 8))
+        costly = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5, max_tokens=3, ignore_eos=True, seed=0)
+        greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        seats = min(settings.max_batch_sequences, max(1, core.scheduler.pool.num_blocks // 3))
+        for params, length, number in ((greedy, longest, 1), (costly, 4, seats)):
+            for _ in range(number):
+                request = GenerationRequest(prompt="", sampling=params, cache_salt="warm-up")
+                core.add(self._admit(request, [token % self.vocab_size for token in range(length)]))
+            while core.step():
+                pass
+        core.scheduler.pool.clear_cache()
+        self.timeline.steps.clear()
+        # The books start empty: nobody asked for the warm-up.
+        self._ledger.reset()
+        core.reset_counters()
+
+    def stop(self) -> None:
+        """End what is live with a clear error, and the thread with it."""
+        self._ledger.close("the server is shutting down")
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work and let what is live finish.
+
+        Returns:
+            Whether all finished in time; what did not has been ended with an error.
+        """
+        self._draining = True
+        self._ledger.close("the server is draining and takes no new requests")
+        deadline = time.monotonic() + timeout_s
+        while self._ledger.live and self.alive and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        finished = self._ledger.live == 0
+        if not finished:
+            self._command(lambda core: core.end_all(FinishReason.ERROR, "the server shut down before the end"))
+            grace = time.monotonic() + 2.0
+            while self._ledger.live and self.alive and time.monotonic() < grace:
+                await asyncio.sleep(_DRAIN_POLL_S)
+        return finished
+
+    # ---- health
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread turns: it exists, and no step has taken longer than ``stall_seconds``."""
+        thread, started = self._thread, self._step_started
+        if thread is None or not thread.is_alive():
+            return False
+        return started is None or time.monotonic() - started < self.settings.stall_seconds
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request submitted now would be served."""
+        return self._warm and self.alive and not self._draining and not self._stopping
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counts and gauges."""
+        return self._ledger.snapshot(draining=self._draining, alive=self.alive)
+
+    # ---- requests
+
+    def submit(self, request: GenerationRequest) -> RequestStream:
+        """Admit a request and return the stream of its deltas. Needs a running event loop.
+
+        Raises:
+            InvalidRequest: a field is out of bounds, or (``RequestTooLong``) it can never fit.
+            QueueFull: too much is waiting; try again later.
+            EngineUnavailable: the engine has not started, is draining or has died.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._warm or not self.alive:
+            why = f"the engine has failed: {self.failure}" if self.failure else "the model is not ready"
+            raise EngineUnavailable(why)
+        try:
+            prompt_ids = self._prompt_ids(request)
+            self._check(request, prompt_ids)
+        except InvalidRequest:
+            self._ledger.count_rejected()
+            raise
+        live = self._admit(request, prompt_ids)
+        request_id = request.request_id
+        stream = RequestStream(request_id, len(prompt_ids), len(live.sequences), lambda: self.cancel(request_id))
+        self._clients[request_id] = _Client(stream, loop)
+        if not self._command(lambda core: core.add(live)):
+            del self._clients[request_id]
+            self._ledger.left(live.account, FinishReason.ERROR)
+            raise EngineUnavailable(f"the engine has failed: {self.failure}")
+        return stream
+
+    async def generate(self, request: GenerationRequest) -> list[Output]:
+        """The whole answer: one merged output per choice, by index. Cancelling the call cancels the request."""
+        outputs: dict[int, Output] = {}
+        async with self.submit(request) as stream:
+            async for delta in stream:
+                if delta.index in outputs:
+                    outputs[delta.index].merge(delta)
+                else:
+                    outputs[delta.index] = delta
+        return [outputs[index] for index in sorted(outputs)]
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request and free its blocks before the next step. False when it is not live."""
+        if request_id not in self._clients:
+            return False
+        return self._command(lambda core: core.end(request_id, FinishReason.CANCELLED))
+
+    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        if isinstance(request.prompt, str):
+            ids = self.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            ids = request.prompt
+            for position, token in enumerate(ids):
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                    raise InvalidRequest(f"prompt[{position}]", token, f"token ids from 0 to {self.vocab_size - 1}")
+        if not ids:
+            raise InvalidRequest("prompt", request.prompt, "a prompt of at least one token")
+        return list(ids)
+
+    def _check(self, request: GenerationRequest, prompt_ids: list[int]) -> None:
+        params = request.sampling
+        params.validate(self.vocab_size)
+        if request.request_id in self._clients:
+            raise InvalidRequest("request_id", request.request_id, "an id that no live request has")
+        length, limit = len(prompt_ids), self.max_model_len
+        if length >= limit:
+            raise RequestTooLong("prompt", f"{length} tokens", f"at most {limit - 1} tokens (max_model_len is {limit})")
+        if params.max_tokens is not None and length + params.max_tokens > limit:
+            raise RequestTooLong(
+                "max_tokens",
+                params.max_tokens,
+                f"at most {limit - length} beside a prompt of {length} tokens (max_model_len is {limit})",
+            )
+        if params.min_tokens > limit - length:
+            raise RequestTooLong("min_tokens", params.min_tokens, f"at most {limit - length} beside this prompt")
+        for name, seconds in (("timeout_s", request.timeout_s), ("deadline_s", request.deadline_s)):
+            if seconds is not None and not 0 < seconds < 1e9:
+                raise InvalidRequest(name, seconds, "a number of seconds above 0")
+
+    def _admit(self, request: GenerationRequest, prompt_ids: list[int]) -> LiveRequest:
+        params = request.sampling
+        account = self._ledger.admit(len(prompt_ids), params.n, request.arrival)
+        limit = self.max_model_len
+        total = limit if params.max_tokens is None else min(limit, len(prompt_ids) + params.max_tokens)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        eos_ids = self.tokenizer.eos_ids
+        timeout = request.timeout_s or self.settings.request_timeout_seconds or None
+        sequences = [
+            Sequence(
+                request=request,
+                index=index,
+                token_ids=list(prompt_ids),
+                num_prompt_tokens=len(prompt_ids),
+                max_total_tokens=total,
+                order=next(self._orders),
+                detokenizer=Detokenizer(
+                    self.tokenizer,
+                    stop=params.stop,
+                    include_stop=params.include_stop,
+                    skip_special_tokens=params.skip_special_tokens,
+                    min_tokens=params.min_tokens,
+                ),
+                sampler=SequenceSampler(
+                    params,
+                    seed=seed,
+                    index=index,
+                    prompt_ids=prompt_ids,
+                    eos_ids=eos_ids,
+                    vocab_size=self.vocab_size,
+                ),
+                eos_ids=eos_ids,
+            )
+            for index in range(params.n)
+        ]
+        return LiveRequest(request, account, sequences, request.arrival + timeout if timeout else None)
+
+    # ---- the thread
+
+    def _command(self, command: Callable[[EngineCore], None]) -> bool:
+        """Have the engine thread call ``command``. False when there is no thread any more that would."""
+        with self._commands_lock:
+            if self._ended:
+                return False
+            self._commands.append(command)
+        self._wake.set()
+        return True
+
+    def _run(self, core: EngineCore) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                self._take_commands(core)
+                self._step_started = time.monotonic()
+                worked = core.step()
+                self._step_started = None
+                if not worked and not self._stopping:
+                    due = core.next_deadline
+                    self._wake.wait(None if due is None else max(0.0, due - time.monotonic()))
+            self._finish(core, "the server is shutting down")
+        except Exception as error:  # whatever it is, every client must hear of it
+            log.exception("the engine thread died")
+            self.failure = f"{type(error).__name__}: {error}"
+            self._finish(core, f"the engine has failed: {self.failure}")
+
+    def _take_commands(self, core: EngineCore) -> None:
+        while self._commands:
+            self._commands.popleft()(core)
+
+    def _finish(self, core: EngineCore, why: str) -> None:
+        """The thread ends: so does, with an error, whatever is live or was admitted a moment ago."""
+        self._ledger.close(why)
+        with self._commands_lock:
+            self._ended = True
+        self._take_commands(core)
+        core.end_all(FinishReason.ERROR, why)
+
+    def _publish(self, deltas: list[tuple[LiveRequest, Output]]) -> None:
+        """Hand a step's deltas to the event loops, one wake-up each. Runs on the engine thread."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Output]]] = {}
+        for live, output in deltas:
+            request_id = live.request.request_id
+            client = self._clients.get(request_id)
+            if client is None:
+                continue
+            by_loop.setdefault(client.loop, []).append((client.stream, output))
+            if live.unfinished == 0:
+                del self._clients[request_id]
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:
+                # The client's event loop is closed: nobody will ever read these.
+                for stream, _ in batch:
+                    self.cancel(stream.request_id)
+
+
+def _deliver(batch: list[tuple[RequestStream, Output]]) -> None:
+    for stream, output in batch:
+        stream.deliver(output)
+

@@ -1,0 +1,228 @@
+"""Who is in the engine, who has left and why: ``admitted == finished + cancelled + failed + live``, at every moment.
+
+The one piece of engine state that several threads touch: clients' threads admit, the engine thread moves requests on,
+scrapes read. Everything is behind one lock and nothing slow happens under it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from carousel.engine.errors import EngineUnavailable, QueueFull
+from carousel.engine.request import FinishReason
+from carousel.engine.timeline import EngineStats
+
+RATE_WINDOW_S = 30.0
+"""Over how long the drain rate of the queue is measured."""
+
+DEFAULT_WAIT_S = 5.0
+"""What a refused client is told before any drain rate is known."""
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What the ledger knows of one admitted request. Tokens are prompt tokens, sequences are choices."""
+
+    num_sequences: int
+    num_tokens: int
+    arrival: float
+    running: int = 0
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotonic counts that the engine thread reports once per step."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class _Totals:
+    admitted: int = 0
+    rejected: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+class Ledger:
+    """Admission to the waiting queue, and the counts of everything.
+
+    Args:
+        max_queue_requests: requests that may wait beyond what the batch has seats for.
+        max_queue_tokens: prompt tokens that may wait. A single request is let into an empty queue whatever its size.
+        num_seats: sequences that the batch can hold.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        max_queue_requests: int,
+        max_queue_tokens: int,
+        num_seats: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_requests = max_queue_requests
+        self._max_tokens = max_queue_tokens
+        self._num_seats = num_seats
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._totals = _Totals()
+        self._waiting: dict[int, Account] = {}  # by id(), oldest first
+        self._running: dict[int, Account] = {}
+        self._waiting_tokens = 0
+        self._sequences_running = 0
+        self._starts: deque[tuple[float, int]] = deque()  # (when, prompt tokens) of requests that left the queue
+        self._counters = Counters()
+        self._blocks = (0, 0, 0)
+        self._closed: str | None = None
+
+    # ---- clients' side
+
+    def admit(self, num_tokens: int, num_sequences: int, arrival: float) -> Account:
+        """Let a request in, or say why not.
+
+        Raises:
+            QueueFull: a bound of the queue is reached; says how long the queue is expected to take.
+            EngineUnavailable: the engine is draining or has stopped.
+        """
+        with self._lock:
+            if self._closed is not None:
+                self._totals.rejected += 1
+                raise EngineUnavailable(self._closed)
+            waiting = len(self._waiting) - max(0, self._num_seats - self._sequences_running)
+            problem = None
+            if waiting >= self._max_requests:
+                problem = f"{len(self._waiting)} requests are waiting (limit {self._max_requests})"
+            elif self._waiting and self._waiting_tokens + num_tokens > self._max_tokens:
+                problem = f"{self._waiting_tokens} prompt tokens are waiting (limit {self._max_tokens})"
+            if problem is not None:
+                self._totals.rejected += 1
+                wait = self._queue_seconds(self._clock())
+                raise QueueFull(f"the model is overloaded: {problem}; try again in {math.ceil(wait)} s", wait)
+            account = Account(num_sequences, num_tokens, arrival)
+            self._totals.admitted += 1
+            self._waiting[id(account)] = account
+            self._waiting_tokens += num_tokens
+            return account
+
+    def count_rejected(self) -> None:
+        """A request was refused for what it is, before it came to :meth:`admit`."""
+        with self._lock:
+            self._totals.rejected += 1
+
+    def close(self, why: str | None) -> None:
+        """Refuse newcomers from now on, with this message (None: open again)."""
+        with self._lock:
+            self._closed = why
+
+    @property
+    def live(self) -> int:
+        with self._lock:
+            return len(self._waiting) + len(self._running)
+
+    # ---- engine thread's side
+
+    def started(self, account: Account) -> None:
+        """One of the request's sequences took a seat."""
+        with self._lock:
+            self._sequences_running += 1
+            account.running += 1
+            if account.running == 1 and self._waiting.pop(id(account), None) is not None:
+                self._running[id(account)] = account
+                self._waiting_tokens -= account.num_tokens
+                self._starts.append((self._clock(), account.num_tokens))
+
+    def stopped(self, account: Account, *, ended: bool) -> None:
+        """One of the request's sequences lost its seat: it ended, or was preempted."""
+        with self._lock:
+            self._sequences_running -= 1
+            account.running -= 1
+            if account.running == 0 and not ended and self._running.pop(id(account), None) is not None:
+                self._waiting[id(account)] = account
+                self._waiting_tokens += account.num_tokens
+
+    def left(self, account: Account, reason: FinishReason) -> None:
+        """The request has ended with all its choices."""
+        with self._lock:
+            if account.closed:
+                return
+            account.closed = True
+            if self._waiting.pop(id(account), None) is not None:
+                self._waiting_tokens -= account.num_tokens
+            self._running.pop(id(account), None)
+            self._totals.finished[reason] += 1
+
+    def report(self, counters: Counters, num_blocks: int, num_free: int, num_cached: int) -> None:
+        """The engine thread's counts after a step."""
+        with self._lock:
+            self._counters = replace(counters)
+            self._blocks = (num_blocks, num_free, num_cached)
+
+    def report_blocks(self, num_blocks: int) -> None:
+        """The size of the KV pool, before any step."""
+        with self._lock:
+            self._blocks = (num_blocks, num_blocks, 0)
+
+    def reset(self) -> None:
+        """Forget all that was counted while nobody was served."""
+        with self._lock:
+            if self._waiting or self._running:
+                raise RuntimeError("requests are live")
+            self._totals = _Totals()
+            self._counters = Counters()
+            self._starts.clear()
+            self._blocks = (self._blocks[0], self._blocks[0], 0)
+
+    # ---- readers
+
+    def snapshot(self, *, draining: bool, alive: bool) -> EngineStats:
+        """Everything at one moment."""
+        with self._lock:
+            now = self._clock()
+            counters = self._counters
+            num_blocks, num_free, num_cached = self._blocks
+            return EngineStats(
+                num_requests_running=len(self._running),
+                num_requests_waiting=len(self._waiting),
+                num_sequences_running=self._sequences_running,
+                num_tokens_waiting=self._waiting_tokens,
+                oldest_wait_s=max((now - account.arrival for account in self._waiting.values()), default=0.0),
+                queue_seconds=self._queue_seconds(now) if self._waiting else 0.0,
+                admitted=self._totals.admitted,
+                rejected=self._totals.rejected,
+                finished=dict(self._totals.finished),
+                prompt_tokens=counters.prompt_tokens,
+                generation_tokens=counters.generation_tokens,
+                recomputed_tokens=counters.recomputed_tokens,
+                preemptions=counters.preemptions,
+                prefix_cache_queries=counters.prefix_cache_queries,
+                prefix_cache_hits=counters.prefix_cache_hits,
+                steps=counters.steps,
+                num_blocks=num_blocks,
+                num_free_blocks=num_free,
+                num_cached_blocks=num_cached,
+                num_slots=self._num_seats,
+                draining=draining,
+                alive=alive,
+            )
+
+    def _queue_seconds(self, now: float) -> float:
+        """Waiting prompt tokens over the rate at which prompt tokens left the queue of late."""
+        while self._starts and now - self._starts[0][0] > RATE_WINDOW_S:
+            self._starts.popleft()
+        started = sum(tokens for _, tokens in self._starts)
+        if not started:
+            return DEFAULT_WAIT_S
+        span = max(now - self._starts[0][0], 1.0)
+        return max(self._waiting_tokens * span / started, 1.0)

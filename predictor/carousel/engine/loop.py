@@ -1,0 +1,346 @@
+"""One iteration of the engine: schedule, run, sample, publish. What the engine thread does, without the thread.
+
+Order of side effects in :meth:`EngineCore.step`: ended requests leave and free their blocks; the scheduler gives out
+seats and blocks; the model runs; blocks that became full get their names; tokens are appended, and sequences that end
+with them leave; deltas are published; the timeline is told. Nothing else touches this state, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from carousel.engine.ledger import Account, Counters, Ledger
+from carousel.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    Output,
+    RequestTimings,
+    Sequence,
+    SequenceStatus,
+    TokenLogprob,
+)
+from carousel.engine.runner import PromptLogits, Runner, StepResult
+from carousel.engine.sampler import SampledToken, Sampler
+from carousel.engine.scheduler import Schedule, Scheduler
+from carousel.engine.timeline import RequestRecord, StepRecord, Timeline
+
+log = logging.getLogger(__name__)
+
+_ABNORMAL = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.CANCELLED)
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request between admission and its last delta. ``deliver`` hands deltas to the client's side."""
+
+    request: GenerationRequest
+    account: Account
+    sequences: list[Sequence]
+    expires_at: float | None = None
+    unfinished: int = 0
+    reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.unfinished = len(self.sequences)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step collects for publishing and for its record."""
+
+    started: float
+    deltas: list[tuple[LiveRequest, Output]] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+
+
+class EngineCore:
+    """The state of the engine thread, and its one verb, :meth:`step`.
+
+    Args:
+        publish: takes all deltas of a step at once; must not block.
+        clock: seconds, monotonic; requests' ``arrival`` is of the same clock.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        ledger: Ledger,
+        timeline: Timeline,
+        publish: Callable[[list[tuple[LiveRequest, Output]]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.timeline = timeline
+        self._runner = runner
+        self._sampler = sampler
+        self._ledger = ledger
+        self._publish = publish
+        self._clock = clock
+        self._live: dict[str, LiveRequest] = {}
+        self._owner: dict[int, LiveRequest] = {}  # sequence.order -> its request
+        self._deadlines: list[tuple[float, int, LiveRequest]] = []
+        self._tiebreak = count()
+        self._counters = Counters()
+
+    # ---- requests come and go
+
+    def add(self, live: LiveRequest) -> None:
+        """An admitted request joins the waiting queue."""
+        self._live[live.request.request_id] = live
+        if live.expires_at is not None:
+            heapq.heappush(self._deadlines, (live.expires_at, next(self._tiebreak), live))
+        for sequence in live.sequences:
+            self._owner[sequence.order] = live
+            self.scheduler.add(sequence)
+
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """End a request wherever it stands; its blocks are free at once. Unknown ids have ended already."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end(live, reason, error)
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End everything that is live."""
+        for live in list(self._live.values()):
+            self._end(live, reason, error)
+
+    def _end(self, live: LiveRequest, reason: FinishReason, error: str | None) -> None:
+        step = _Step(self._clock())
+        for sequence in live.sequences:
+            if not sequence.finished:
+                output = self._output(live, sequence)
+                output.text = sequence.detokenizer.flush()
+                output.error = error
+                self._finish(step, live, sequence, output, reason)
+        self._publish(step.deltas)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next request times out, on the core's clock."""
+        while self._deadlines and self._deadlines[0][2].unfinished == 0:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self) -> None:
+        """End the requests whose time is up."""
+        now = self._clock()
+        while (due := self.next_deadline) is not None and due <= now:
+            _, _, live = heapq.heappop(self._deadlines)
+            self._end(live, FinishReason.TIMEOUT, None)
+
+    def reset_counters(self) -> None:
+        """Start counting anew (after a warm-up)."""
+        self._counters = Counters()
+        self.scheduler.cache_queries = self.scheduler.cache_hits = 0
+
+    # ---- one iteration
+
+    def step(self) -> bool:
+        """Do one iteration. Returns whether there was anything to do."""
+        self.expire()
+        if not self.scheduler.has_work:
+            return False
+        started = self._clock()
+        schedule = self.scheduler.schedule()
+        self._account_for(schedule)
+        scheduled = self._clock()
+        result = self._runner.run(schedule)
+        self.scheduler.commit(schedule)
+        ran = self._clock()
+        step = _Step(started)
+        self._collect_prompt_logprobs(result.prompts)
+        tokens = self._sampler.sample(result.logits, result.sampled) if result.sampled else []
+        now = self._clock()
+        for sequence, token in zip(result.sampled, tokens, strict=True):
+            self._accept(step, sequence, token, now)
+        self._record(step, schedule, result, scheduled, ran)
+        self._publish(step.deltas)
+        return True
+
+    def _account_for(self, schedule: Schedule) -> None:
+        now = self._clock()
+        for sequence in schedule.preempted:
+            self._ledger.stopped(self._owner[sequence.order].account, ended=False)
+        for sequence in schedule.admitted:
+            if sequence.admitted_at is None:
+                sequence.admitted_at = now
+                # The choices of a request share its prompt: it counts once.
+                self._counters.prompt_tokens += 0 if sequence.index else sequence.num_prompt_tokens
+            self._ledger.started(self._owner[sequence.order].account)
+
+    def _collect_prompt_logprobs(self, prompts: list[PromptLogits]) -> None:
+        for prompt in prompts:
+            sequence = prompt.entry.sequence
+            if sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs = [TokenLogprob(sequence.token_ids[0], None, 0, [])]
+            # Row i predicts token start + i + 1; rows computed again after a preemption are known already.
+            known = len(sequence.prompt_logprobs)
+            first = max(known, prompt.entry.start + 1)
+            last = min(prompt.entry.end + 1, sequence.num_prompt_tokens)
+            if first < last:
+                rows = prompt.logits[first - prompt.entry.start - 1 : last - prompt.entry.start - 1]
+                wanted = sequence.request.sampling.prompt_logprobs or 0
+                targets = sequence.token_ids[first:last]
+                sequence.prompt_logprobs += self._sampler.prompt_logprobs(rows, targets, wanted)
+
+    # ---- tokens become deltas
+
+    def _output(self, live: LiveRequest, sequence: Sequence) -> Output:
+        return Output(
+            live.request.request_id,
+            sequence.index,
+            prompt_tokens=sequence.num_prompt_tokens,
+            cached_tokens=sequence.num_cached_tokens,
+            completion_tokens=sequence.num_output_tokens,
+        )
+
+    def _accept(self, step: _Step, sequence: Sequence, token: SampledToken, now: float) -> None:
+        """Append a sampled token and publish what it brought; end the sequence if it ends with it."""
+        live = self._owner[sequence.order]
+        if token.token_id < 0:
+            output = self._output(live, sequence)
+            output.text, output.error = sequence.detokenizer.flush(), "the model's logits are not finite"
+            self._finish(step, live, sequence, output, FinishReason.ERROR)
+            return
+        sequence.token_ids.append(token.token_id)
+        sequence.sampler.update(token.token_id)
+        if sequence.last_token_at is not None:
+            step.latencies_s.append(now - sequence.last_token_at)
+        else:
+            sequence.first_token_at = now
+        sequence.last_token_at = now
+        self._counters.generation_tokens += 1
+
+        output = self._output(live, sequence)
+        output.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            output.logprobs = [token.logprob]
+        if sequence.num_output_tokens == 1:
+            output.prompt_logprobs = sequence.prompt_logprobs
+        reason = self._advance(sequence, token.token_id, output)
+        if reason is not None:
+            self._finish(step, live, sequence, output, reason)
+        else:
+            step.deltas.append((live, output))
+
+    @staticmethod
+    def _advance(sequence: Sequence, token_id: int, output: Output) -> FinishReason | None:
+        """Turn the new token into text, and say whether it is the sequence's last and why."""
+        params = sequence.request.sampling
+        enough = sequence.num_output_tokens >= params.min_tokens
+        if enough and token_id in params.stop_token_ids:
+            output.stop_reason = token_id
+            if params.include_stop:
+                sequence.detokenizer.append(token_id)
+            output.text = sequence.detokenizer.flush()
+            return FinishReason.STOP
+        if enough and not params.ignore_eos and token_id in sequence.eos_ids:
+            output.text = sequence.detokenizer.flush()
+            return FinishReason.EOS
+        stop = sequence.detokenizer.append(token_id)
+        if stop is not None:
+            output.stop_reason = stop
+            output.text = sequence.detokenizer.take()
+            return FinishReason.STOP
+        if sequence.num_tokens >= sequence.max_total_tokens:
+            output.text = sequence.detokenizer.flush()
+            return FinishReason.LENGTH
+        output.text = sequence.detokenizer.take()
+        return None
+
+    def _finish(
+        self, step: _Step, live: LiveRequest, sequence: Sequence, output: Output, reason: FinishReason
+    ) -> None:
+        """A sequence ends: seat and blocks are free, the client gets its last delta, the books are closed."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._ledger.stopped(live.account, ended=True)
+        self.scheduler.remove(sequence)
+        self._runner.forget(sequence)
+        del self._owner[sequence.order]
+        arrival, now = live.request.arrival, self._clock()
+        output.finish_reason = reason
+        output.timings = RequestTimings(
+            queue_s=(now if sequence.admitted_at is None else sequence.admitted_at) - arrival,
+            first_token_s=(now if sequence.first_token_at is None else sequence.first_token_at) - arrival,
+            total_s=now - arrival,
+        )
+        step.deltas.append((live, output))
+        if live.reason not in _ABNORMAL:
+            live.reason = reason
+        live.unfinished -= 1
+        if live.unfinished == 0:
+            del self._live[live.request.request_id]
+            self._ledger.left(live.account, live.reason or reason)
+            self.timeline.record_request(request_record(live, now))
+
+    # ---- the record of it
+
+    def _record(self, step: _Step, schedule: Schedule, result: StepResult, scheduled: float, ran: float) -> None:
+        done = self._clock()
+        pool, counters = self.scheduler.pool, self._counters
+        self.scheduler.cost_model.observe(schedule.num_tokens, schedule.num_attended, done - scheduled)
+        counters.steps += 1
+        counters.recomputed_tokens += schedule.num_recomputed_tokens
+        counters.preemptions += len(schedule.preempted)
+        counters.prefix_cache_queries = self.scheduler.cache_queries
+        counters.prefix_cache_hits = self.scheduler.cache_hits
+        self._ledger.report(counters, pool.num_blocks, pool.num_free, pool.num_cached)
+        record = StepRecord(
+            index=counters.steps,
+            started=step.started,
+            duration_s=done - step.started,
+            schedule_s=scheduled - step.started,
+            run_s=ran - scheduled,
+            sample_s=done - ran,
+            num_sequences=len(schedule.entries),
+            num_prefill_tokens=schedule.num_prefill_tokens,
+            num_decode_tokens=schedule.num_decode_tokens,
+            num_recomputed_tokens=schedule.num_recomputed_tokens,
+            num_sampled_tokens=len(result.sampled),
+            num_preemptions=len(schedule.preempted),
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+        )
+        self.timeline.record_step(record, step.latencies_s)
+
+
+def request_record(live: LiveRequest, now: float) -> RequestRecord:
+    """The record of a request that has ended at ``now``."""
+    request, sequences = live.request, live.sequences
+    arrival = request.arrival
+    admitted = min((s.admitted_at for s in sequences if s.admitted_at is not None), default=None)
+    first = min((s.first_token_at for s in sequences if s.first_token_at is not None), default=None)
+    last = max((s.last_token_at for s in sequences if s.last_token_at is not None), default=None)
+    per_token = [
+        (s.last_token_at - s.first_token_at) / (s.num_output_tokens - 1)
+        for s in sequences
+        if s.last_token_at is not None and s.first_token_at is not None and s.num_output_tokens > 1
+    ]
+    return RequestRecord(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        finish_reason=live.reason or FinishReason.ERROR,
+        num_choices=len(sequences),
+        prompt_tokens=sequences[0].num_prompt_tokens,
+        cached_tokens=sequences[0].num_cached_tokens,
+        output_tokens=sum(s.num_output_tokens for s in sequences),
+        num_preemptions=sum(s.num_preemptions for s in sequences),
+        e2e_s=now - arrival,
+        queue_s=None if admitted is None else admitted - arrival,
+        ttft_s=None if first is None else first - arrival,
+        prefill_s=None if first is None or admitted is None else first - admitted,
+        decode_s=None if first is None or last is None else last - first,
+        tpot_s=sum(per_token) / len(per_token) if per_token else None,
+        max_tokens=request.sampling.max_tokens,
+    )

@@ -1,0 +1,353 @@
+"""Who runs in this iteration, and with how many tokens.
+
+There is no prefill phase and no decode phase. A sequence has ``num_tokens`` known and ``num_computed_tokens`` computed
+ones, and a step computes some of the difference (the view of vLLM's v1 scheduler; iteration-level scheduling is Orca,
+Yu et al., OSDI 2022; prompt chunks beside decodes are Sarathi-Serve, Agrawal et al., OSDI 2024).
+
+Rules, in the order in which :meth:`Scheduler.schedule` applies them:
+
+1. Running sequences go first, best by policy first. A decode always gets its token; prompt chunks share what is left of
+   the step's budget. When a decode needs a block and none is left, the *worst* running sequence is preempted, so a
+   sequence is never thrown out for one that is itself next to go.
+2. Then waiting sequences, in policy order, strictly: nobody overtakes a head that only lacks memory, or it might starve.
+   Admission takes the blocks of all known tokens at once and leaves one more for every running sequence; so whoever is
+   (re)admitted computes its prompt and some tokens before a new preemption can happen, and preemption cannot thrash.
+3. A sequence whose next prompt block is being computed by a running one steps aside until it can share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from carousel.engine.block_pool import BlockPool, blocks_for, extend_hashes
+from carousel.engine.cost_model import StepCostModel, attended
+from carousel.engine.policy import Policy
+from carousel.engine.request import Sequence, SequenceStatus
+from carousel_kernels.layout import BLOCK_SIZE
+
+MAX_ASIDE = 64
+"""Waiting sequences that one step looks past because their prefix is about to be there: bounds the step's cost."""
+
+MIN_CHUNK = 16
+"""Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """A sequence in a step: its tokens ``[start, start + num_new_tokens)`` are computed now."""
+
+    sequence: Sequence
+    start: int
+    num_new_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_new_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last known token is among them, so that a next one comes out of this step."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: ``entries`` with exactly one new token come first. ``admitted`` and ``preempted`` changed state in it."""
+
+    entries: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_attended: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a step. ``target_step_s`` 0 switches the latency target off. ``static`` admits whole groups only."""
+
+    max_batch_tokens: int
+    max_batch_sequences: int
+    target_step_s: float = 0.0
+    prefix_caching: bool = True
+    static: bool = False
+
+
+class Scheduler:
+    """Moves sequences between waiting, running and finished. Not thread-safe: the engine thread owns it."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        policy: Policy,
+        cost_model: StepCostModel | None = None,
+        on_blocks_lost: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        """``on_blocks_lost`` is told of every sequence whose block table was given back (preempted or finished)."""
+        self.limits = limits
+        self.pool = pool
+        self.policy = policy
+        self.cost_model = cost_model or StepCostModel()
+        self.running: list[Sequence] = []
+        self.cache_queries = 0
+        self.cache_hits = 0
+        self._on_blocks_lost = on_blocks_lost or (lambda sequence: None)
+
+    # ---- entering and leaving
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence waits from now on."""
+        self.policy.arrive(sequence)
+        self.policy.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence has ended, for whatever reason, wherever it stood. Its blocks are free at once."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.policy.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self.policy.leave(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_table)
+        sequence.block_table.clear()
+        self._on_blocks_lost(sequence)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.policy) > 0
+
+    def live(self) -> Iterator[Sequence]:
+        """Every sequence that is running or waiting."""
+        yield from self.running
+        yield from self.policy
+
+    # ---- one step
+
+    def schedule(self) -> Schedule:
+        """Choose the next step, giving its sequences the blocks they need. Never empty while anything is live."""
+        step = Schedule()
+        self.running.sort(key=self.policy.key)
+        budget = self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step, budget)
+        step.entries.sort(key=lambda entry: entry.num_new_tokens != 1)
+        return step
+
+    def _schedule_running(self, step: Schedule) -> int:
+        """Rule 1. Returns the prompt tokens that are left of the budget."""
+        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, step):
+                self._enter(step, sequence, 1)
+        budget = self._prefill_budget(step)
+        for sequence in self.running:
+            if sequence.num_uncomputed_tokens > 1 and budget > 0:
+                budget -= self._enter(step, sequence, min(sequence.num_uncomputed_tokens, budget))
+        return budget
+
+    def _grow(self, sequence: Sequence, step: Schedule) -> bool:
+        """Give a decode the block that its next token needs, preempting from the worst end. False: it went itself."""
+        needed = blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        while needed > 0:
+            blocks = self.pool.allocate(needed)
+            if blocks is not None:
+                sequence.block_table += blocks
+                break
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence, step: Schedule) -> None:
+        """Throw a running sequence back to its place in the queue; what it had computed will be recomputed."""
+        self.running.remove(victim)
+        self._release(victim)
+        victim.num_lost_tokens = max(victim.num_lost_tokens, victim.num_computed_tokens)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        victim.status = SequenceStatus.WAITING
+        step.preempted.append(victim)
+        self.policy.push(victim)
+
+    def _prefill_budget(self, step: Schedule) -> int:
+        """Prompt tokens that fit beside the decodes already in ``step``, by count and by predicted time."""
+        limits = self.limits
+        budget = limits.max_batch_tokens - step.num_decode_tokens
+        if limits.target_step_s and step.num_decode_tokens:
+            # The chunk most likely to run is the best running one's; its context makes the estimate.
+            context = next((s.num_computed_tokens for s in self.running if s.num_uncomputed_tokens > 1), 0)
+            fits = self.cost_model.max_chunk(
+                limits.target_step_s, step.num_decode_tokens, step.num_attended, context, budget
+            )
+            budget = min(budget, max(fits, MIN_CHUNK))
+        return budget
+
+    def _enter(self, step: Schedule, sequence: Sequence, count: int) -> int:
+        start = sequence.num_computed_tokens
+        step.entries.append(ScheduledSequence(sequence, start, count))
+        if sequence.num_uncomputed_tokens == 1:
+            step.num_decode_tokens += count
+        else:
+            step.num_prefill_tokens += count
+        step.num_attended += attended(count, start)
+        step.num_recomputed_tokens += max(0, min(start + count, sequence.num_lost_tokens) - start)
+        return count
+
+    # ---- admission to the batch
+
+    def _schedule_waiting(self, step: Schedule, budget: int) -> None:
+        """Rules 2 and 3."""
+        static = self.limits.static
+        if static and self.running:
+            return
+        aside: list[Sequence] = []
+        coming = self._coming_hashes() if len(self.policy) else set()
+        # A static group is closed with its first step: whoever fits joins now, even without tokens left for it.
+        while (budget > 0 or static) and len(aside) < MAX_ASIDE and (sequence := self.policy.pop()) is not None:
+            if coming and not static and self._prefix_is_coming(sequence, coming):
+                aside.append(sequence)
+                continue
+            if not self._admit(sequence, step):
+                aside.append(sequence)
+                break
+            coming.update(sequence.block_hashes[sequence.num_computed_tokens // BLOCK_SIZE :])
+            if budget > 0:
+                budget -= self._enter(step, sequence, min(sequence.num_uncomputed_tokens, budget))
+        for sequence in aside:
+            self.policy.push(sequence)
+
+    def _coming_hashes(self) -> set[bytes]:
+        """Names of the prompt blocks that running sequences have yet to compute."""
+        if not self.limits.prefix_caching:
+            return set()
+        return {
+            name
+            for sequence in self.running
+            if sequence.num_uncomputed_tokens > 1
+            for name in sequence.block_hashes[sequence.num_computed_tokens // BLOCK_SIZE :]
+        }
+
+    def _prefix_is_coming(self, sequence: Sequence, coming: set[bytes]) -> bool:
+        if self._must_compute_all(sequence):
+            return False
+        extend_hashes(sequence.block_hashes, sequence.token_ids, sequence.request.cache_salt)
+        known = len(self.pool.find(sequence.block_hashes))
+        return known < self._shareable_blocks(sequence) and sequence.block_hashes[known] in coming
+
+    @staticmethod
+    def _must_compute_all(sequence: Sequence) -> bool:
+        """Whether logits of prompt tokens are still owed, which a cached prefix cannot give."""
+        wanted = sequence.request.sampling.prompt_logprobs is not None
+        return wanted and len(sequence.prompt_logprobs or ()) < sequence.num_prompt_tokens
+
+    @staticmethod
+    def _shareable_blocks(sequence: Sequence) -> int:
+        # At least one token must be computed, or there would be no logits to sample from.
+        return (sequence.num_tokens - 1) // BLOCK_SIZE
+
+    def _admit(self, sequence: Sequence, step: Schedule) -> bool:
+        """Give a waiting sequence its cached prefix and the blocks of all its known tokens, or leave all as it was."""
+        cached: list[int] = []
+        if self.limits.prefix_caching:
+            extend_hashes(sequence.block_hashes, sequence.token_ids, sequence.request.cache_salt)
+            if not self._must_compute_all(sequence):
+                cached = self.pool.find(sequence.block_hashes[: self._shareable_blocks(sequence)])
+        total = blocks_for(sequence.num_tokens)
+        victims = self._victims(sequence, total - len(cached) + self.pool.num_revived(cached))
+        if victims is None:
+            return False
+        self.pool.share(cached)  # before the victims' blocks come free: they may be the same
+        for victim in victims:
+            self._preempt_scheduled(victim, step)
+        fresh = self.pool.allocate(total - len(cached))
+        if fresh is None:
+            raise AssertionError("admission counted blocks that are not there")
+        sequence.block_table += cached + fresh
+        sequence.num_computed_tokens = len(cached) * BLOCK_SIZE
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.cache_queries += sequence.num_tokens if self.limits.prefix_caching else 0
+            self.cache_hits += sequence.num_cached_tokens
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+        step.admitted.append(sequence)
+        return True
+
+    def _victims(self, sequence: Sequence, needed: int) -> list[Sequence] | None:
+        """Whom to preempt so that ``sequence`` gets ``needed`` blocks and a seat; None if even that is not enough.
+
+        Usually the empty list: only a policy with :meth:`Policy.may_preempt` throws anybody out.
+        """
+        remaining, available = len(self.running), self.pool.num_available
+        if self._has_room(remaining, available, needed):
+            return []
+        victims: list[Sequence] = []
+        for victim in sorted(self.running, key=self.policy.key, reverse=True):
+            if not self.policy.may_preempt(sequence, victim):
+                return None
+            victims.append(victim)
+            # Counts only what surely comes free: a block shared with somebody else stays.
+            available += self.pool.num_exclusive(victim.block_table)
+            remaining -= 1
+            if self._has_room(remaining, available, needed):
+                return victims
+        return None
+
+    def _has_room(self, num_running: int, available: int, needed: int) -> bool:
+        # One block more for each running sequence and for the new one (see the module's rule 2). Alone in the batch it
+        # needs no reserve: what can never fit was refused at the door.
+        reserve = num_running + 1 if num_running else 0
+        return num_running < self.limits.max_batch_sequences and available >= needed + reserve
+
+    def _preempt_scheduled(self, victim: Sequence, step: Schedule) -> None:
+        """Preempt a sequence that may already have a place in this step: take it out again."""
+        for entry in step.entries:
+            if entry.sequence is victim:
+                if victim.num_uncomputed_tokens == 1:
+                    step.num_decode_tokens -= entry.num_new_tokens
+                else:
+                    step.num_prefill_tokens -= entry.num_new_tokens
+                step.num_attended -= attended(entry.num_new_tokens, entry.start)
+                step.num_recomputed_tokens -= max(0, min(entry.end, victim.num_lost_tokens) - entry.start)
+                step.entries.remove(entry)
+                break
+        self._preempt(victim, step)
+
+    # ---- after the step
+
+    def commit(self, step: Schedule) -> None:
+        """The step has run: its tokens are computed, and blocks that became full can be found by others."""
+        for entry in step.entries:
+            sequence = entry.sequence
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            sequence.num_computed_tokens = entry.end
+            # What is computed again after a preemption is the engine's fault and not charged.
+            first_new = max(entry.start, sequence.num_lost_tokens)
+            prompt_tokens = max(0, min(entry.end, sequence.num_prompt_tokens) - first_new)
+            self.policy.charge(sequence, prompt_tokens, 1 if entry.samples else 0)
+            if self.limits.prefix_caching:
+                self._name_full_blocks(sequence, entry.start)
+
+    def _name_full_blocks(self, sequence: Sequence, start: int) -> None:
+        first, last = start // BLOCK_SIZE, sequence.num_computed_tokens // BLOCK_SIZE
+        if last > first:
+            extend_hashes(sequence.block_hashes, sequence.token_ids, sequence.request.cache_salt)
+            for i in range(first, last):
+                self.pool.name(sequence.block_table[i], sequence.block_hashes[i])

@@ -1,0 +1,142 @@
+"""What every iteration did, and how every request went: the one source of metrics, traces and the live page.
+
+The engine thread writes; anybody may read. Records are plain data and never change once written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from carousel.engine.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One iteration of the engine. Times in seconds (``time.monotonic`` for ``started``), counts in tokens or sequences.
+
+    ``schedule_s``, ``run_s`` and ``sample_s`` are its parts; ``num_recomputed_tokens`` counts tokens that had been
+    computed before and were lost to a preemption.
+    """
+
+    index: int
+    started: float
+    duration_s: float
+    schedule_s: float
+    run_s: float
+    sample_s: float
+    num_sequences: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_recomputed_tokens: int
+    num_sampled_tokens: int
+    num_preemptions: int
+    num_running: int
+    num_waiting: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    @property
+    def kind(self) -> str:
+        """``decode``, ``prefill`` or ``mixed``."""
+        if not self.num_prefill_tokens:
+            return "decode"
+        return "mixed" if self.num_decode_tokens else "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request (all its ``n`` choices) once it has left the engine. Times in seconds.
+
+    ``queue_s``: arrival to first scheduled. ``prefill_s``: first scheduled to first token. ``decode_s``: first to last
+    token. None where the request never got that far. ``output_tokens`` sums over the choices; ``tpot_s`` is the mean
+    over choices of decode time per token after the first.
+    """
+
+    request_id: str
+    tenant: str
+    finish_reason: FinishReason
+    num_choices: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    num_preemptions: int
+    e2e_s: float
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    tpot_s: float | None = None
+    max_tokens: int | None = None
+
+
+class Observer(Protocol):
+    """Told of what happens, on the engine thread: be quick, never raise."""
+
+    def on_step(self, step: StepRecord, token_latencies_s: list[float]) -> None:
+        """After each iteration; ``token_latencies_s`` holds, per token published, the seconds since the one before."""
+
+    def on_finish(self, request: RequestRecord) -> None:
+        """When a request has left, for whatever reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A consistent snapshot of the engine. Counters only grow; ``admitted == finished + cancelled + failed + live``.
+
+    ``num_requests_*`` count requests, ``num_sequences_*`` choices. ``finished`` maps each finish reason to a count of
+    requests. ``queue_seconds`` estimates how long a request that arrives now would wait.
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_sequences_running: int = 0
+    num_tokens_waiting: int = 0
+    oldest_wait_s: float = 0.0
+    queue_seconds: float = 0.0
+    admitted: int = 0
+    rejected: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    steps: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_slots: int = 0
+    draining: bool = False
+    alive: bool = True
+
+    @property
+    def live(self) -> int:
+        """Requests that are in the engine now."""
+        return self.num_requests_running + self.num_requests_waiting
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV blocks that live sequences hold, 0 to 1."""
+        return (self.num_blocks - self.num_free_blocks - self.num_cached_blocks) / max(self.num_blocks, 1)
+
+
+class Timeline:
+    """Keeps the last ``capacity`` steps and tells the observers."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self.steps: deque[StepRecord] = deque(maxlen=capacity)
+        self.observers: list[Observer] = []
+
+    def record_step(self, step: StepRecord, token_latencies_s: list[float]) -> None:
+        self.steps.append(step)
+        for observer in self.observers:
+            observer.on_step(step, token_latencies_s)
+
+    def record_request(self, request: RequestRecord) -> None:
+        for observer in self.observers:
+            observer.on_finish(request)
