@@ -184,6 +184,27 @@ def test_invalid_bytes_are_not_held_back(name: str) -> None:
     assert detokenizer.text + detokenizer.flush() == REPLACEMENT * 50
 
 
+def test_a_character_after_many_invalid_bytes_is_whole() -> None:
+    tokenizer = byte_level()
+    lead = lead_byte(tokenizer)
+    for character in ("ॐ", "𝄞"):
+        encoded = tokenizer.encode(character, add_special_tokens=False).ids
+        assert len(encoded) == len(character.encode())  # a token per byte
+        for invalid in range(20):
+            ids = [lead] * invalid + encoded
+            deltas, _ = stream(Detokenizer(tokenizer), ids)
+            assert "".join(deltas) == tokenizer.decode(ids) == REPLACEMENT * invalid + character
+
+
+def test_a_leading_space_that_is_a_byte_is_stripped_as_well() -> None:
+    tokenizer = byte_fallback(True)
+    space, lead = tokenizer.token_to_id("<0x20>"), tokenizer.token_to_id("<0xE4>")
+    turn = tokenizer.encode("turn", add_special_tokens=False).ids
+    for ids in ([space, *turn], [space, space, *turn], [space], [space, space, lead, *turn], [turn[0], space, *turn]):
+        deltas, _ = stream(Detokenizer(tokenizer), ids)
+        assert "".join(deltas) == tokenizer.decode(ids)
+
+
 def lead_byte(tokenizer: Tokenizer) -> int:
     """The token of the byte 0xE4, which begins a character of three bytes."""
     token = tokenizer.token_to_id("<0xE4>")
@@ -199,12 +220,43 @@ def test_an_invalid_byte_spoils_its_whole_fallback_run() -> None:
     assert "".join(deltas) == tokenizer.decode(ids) == f"turn{REPLACEMENT * 2} turn"
 
 
+@pytest.mark.parametrize("offset", [1, 300, 800, 860, 900, 1500])
+def test_byte_tokens_are_recognised_wherever_they_are_in_the_vocabulary(offset: int) -> None:
+    names = ["<unk>", REPLACEMENT, *(f"pad{i}" for i in range(offset)), *BYTE_TOKENS, "▁A", "A"]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    spelt = [
+        "▁A",
+        "<0x41>",
+        "<0xE4>",
+        "A",
+        "<0xE4>",
+        "<0xB8>",
+        "<0xAD>",
+        REPLACEMENT,
+        "<0x41>",
+        "<0x80>",
+        "A",
+        "<0x41>",
+    ]
+    ids = [vocab[name] for name in spelt]
+    deltas, _ = stream(Detokenizer(tokenizer), ids)
+    assert "".join(deltas) == tokenizer.decode(ids) == "A" + REPLACEMENT * 2 + "A中" + REPLACEMENT * 3 + "AA"
+    assert deltas[1] == ""  # an "A" that the byte after it may spoil
+    assert deltas[3] == REPLACEMENT * 2 + "A"  # and one that nothing can
+
+
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
-@pytest.mark.parametrize("kind", ["text", "bytes", "special"])
+@pytest.mark.parametrize("kind", ["text", "bytes", "special", "invalid"])
 def test_decoding_windows_stay_bounded(name: str, kind: str) -> None:
     counting = Counting(TOKENIZERS[name]())
-    text = {"text": "the carousel turns ", "bytes": "ॐ🎠𝄞", "special": ""}[kind]
+    text = {"text": "the carousel turns ", "bytes": "ॐ🎠𝄞", "special": "", "invalid": ""}[kind]
     ids = counting.inner.encode(text, add_special_tokens=False).ids if text else [1]
+    if kind == "invalid" and name != "metaspace":  # which has no bytes
+        ids = [lead_byte(counting.inner)]
     Detokenizer(counting)  # looks at the vocabulary once
     counting.longest = counting.calls = 0
     detokenizer = Detokenizer(counting)
@@ -272,11 +324,12 @@ def test_stop_strings_leave_unmatched_text_whole(data: st.DataObject) -> None:
 @given(
     st.lists(st.sampled_from("ab"), max_size=30).map("".join),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=3),
+    st.integers(0, 30),
 )
-def test_text_is_held_back_exactly_as_long_as_it_may_become_a_stop(text: str, stops: list[str]) -> None:
+def test_text_is_held_back_exactly_as_long_as_it_may_become_a_stop(text: str, stops: list[str], ignored: int) -> None:
     tokenizer = byte_level()
     one = {character: tokenizer.token_to_id(character) for character in "ab"}
-    detokenizer = Detokenizer(tokenizer, stop=stops)
+    detokenizer = Detokenizer(tokenizer, stop=stops, min_tokens=ignored)
     for position, character in enumerate(text, 1):
         stop = detokenizer.append(one[character])
         detokenizer.take()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.engine.fakes import TOKENIZER, VOCAB, Bench, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine.fakes import TOKENIZER, VOCAB, Bench, expected
 
 from carousel.engine.block_pool import blocks_for
 from carousel.engine.request import FinishReason, GenerationRequest, SamplingParams

@@ -114,8 +114,9 @@ def _pieces_of(tokenizer: TextDecoder, skip_special_tokens: bool) -> _Pieces:
 
 
 class _StopAutomaton:
-    """Aho-Corasick over the stop strings. A state is the longest end of the text that is a beginning of a stop string.
+    """Aho-Corasick over the stop strings, none of them empty.
 
+    A state is the longest end of the text that is a beginning of a stop string.
     ``hold[state]``: how many last characters of the text may still become a stop string.
     """
 
@@ -136,8 +137,7 @@ class _StopAutomaton:
                     self.hold.append(0)
                     depth.append(depth[node] + 1)
                 node = self._children[node][character]
-            if node:
-                self._match[node] = stop
+            self._match[node] = stop
         self._starts = frozenset(self._children[0])
         queue = deque(self._children[0].values())
         while queue:  # breadth first: a node's fail node is shallower, so done before it

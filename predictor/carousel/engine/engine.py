@@ -1,7 +1,8 @@
 """The engine as everybody else sees it: submit a request, read its deltas, cancel, drain, ask how it is doing.
 
-One thread owns the device and runs :class:`~carousel.engine.loop.EngineCore`. Clients live on event loops. What crosses
-between them is plain data: commands in through a queue, and per step one wake-up of each event loop with all its deltas.
+One thread owns the device and runs :class:`~carousel.engine.loop.EngineCore`. Clients live on event loops. What
+crosses between them is plain data: commands in through a queue, and per step one wake-up of each event loop with all
+its deltas.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DRAIN_POLL_S = 0.02
+_ABORT_S = 2.0
 _JOIN_S = 10.0
 
 
@@ -185,15 +186,10 @@ class Engine:
         """
         self._draining = True
         self._ledger.close("the server is draining and takes no new requests")
-        deadline = time.monotonic() + timeout_s
-        while self._ledger.live and self.alive and time.monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_POLL_S)
-        finished = self._ledger.live == 0
+        finished = await asyncio.to_thread(self._ledger.wait_idle, timeout_s)
         if not finished:
             self._command(lambda core: core.end_all(FinishReason.ERROR, "the server shut down before the end"))
-            grace = time.monotonic() + 2.0
-            while self._ledger.live and self.alive and time.monotonic() < grace:
-                await asyncio.sleep(_DRAIN_POLL_S)
+            await asyncio.to_thread(self._ledger.wait_idle, _ABORT_S)
         return finished
 
     # ---- health
@@ -379,13 +375,13 @@ class Engine:
         """Hand a step's deltas to the event loops, one wake-up each. Runs on the engine thread."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Output]]] = {}
         for live, output in deltas:
-            request_id = live.request.request_id
-            client = self._clients.get(request_id)
+            client = self._clients.get(live.request.request_id)
             if client is None:
                 continue
             by_loop.setdefault(client.loop, []).append((client.stream, output))
+        for live, _ in deltas:
             if live.unfinished == 0:
-                del self._clients[request_id]
+                self._clients.pop(live.request.request_id, None)
         for loop, batch in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
@@ -398,4 +394,3 @@ class Engine:
 def _deliver(batch: list[tuple[RequestStream, Output]]) -> None:
     for stream, output in batch:
         stream.deliver(output)
-

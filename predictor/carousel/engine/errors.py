@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 _SHOWN = 120
+_HUGE_BITS = 512
+
+
+def _show(value: Any) -> str:
+    """A short picture of any value, at little cost however large it is."""
+    if isinstance(value, int) and value.bit_length() > _HUGE_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)) and len(value) > _SHOWN:
+        value = value[:_SHOWN]
+        return repr(value)[: _SHOWN - 1] + "…"
+    shown = reprlib.repr(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else repr(value)
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
 
 
 class CarouselError(Exception):
@@ -21,13 +34,10 @@ class InvalidRequest(CarouselError, ValueError):
     """
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > _SHOWN:
-            shown = shown[: _SHOWN - 1] + "…"
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}: got {shown}, allowed: {allowed}")
+        super().__init__(f"{field}: got {_show(value)}, allowed: {allowed}")
 
 
 class RequestTooLong(InvalidRequest):

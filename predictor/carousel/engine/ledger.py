@@ -77,6 +77,7 @@ class Ledger:
         self._num_seats = num_seats
         self._clock = clock
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._totals = _Totals()
         self._waiting: dict[int, Account] = {}  # by id(), oldest first
         self._running: dict[int, Account] = {}
@@ -131,6 +132,11 @@ class Ledger:
         with self._lock:
             return len(self._waiting) + len(self._running)
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until nothing is live, at most ``timeout_s`` seconds. Returns whether nothing is."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._waiting and not self._running, timeout_s)
+
     # ---- engine thread's side
 
     def started(self, account: Account) -> None:
@@ -162,6 +168,8 @@ class Ledger:
                 self._waiting_tokens -= account.num_tokens
             self._running.pop(id(account), None)
             self._totals.finished[reason] += 1
+            if not self._waiting and not self._running:
+                self._idle.notify_all()
 
     def report(self, counters: Counters, num_blocks: int, num_free: int, num_cached: int) -> None:
         """The engine thread's counts after a step."""

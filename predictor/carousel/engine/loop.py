@@ -98,6 +98,9 @@ class EngineCore:
             heapq.heappush(self._deadlines, (live.expires_at, next(self._tiebreak), live))
         for sequence in live.sequences:
             self._owner[sequence.order] = live
+            if live.request.sampling.prompt_logprobs is not None:
+                # Nothing predicts the first token.
+                sequence.prompt_logprobs = [TokenLogprob(sequence.token_ids[0], None, 0, [])]
             self.scheduler.add(sequence)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
@@ -119,6 +122,7 @@ class EngineCore:
                 output.text = sequence.detokenizer.flush()
                 output.error = error
                 self._finish(step, live, sequence, output, reason)
+        self._report()
         self._publish(step.deltas)
 
     @property
@@ -182,8 +186,7 @@ class EngineCore:
     def _collect_prompt_logprobs(self, prompts: list[PromptLogits]) -> None:
         for prompt in prompts:
             sequence = prompt.entry.sequence
-            if sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs = [TokenLogprob(sequence.token_ids[0], None, 0, [])]
+            assert sequence.prompt_logprobs is not None
             # Row i predicts token start + i + 1; rows computed again after a preemption are known already.
             known = len(sequence.prompt_logprobs)
             first = max(known, prompt.entry.start + 1)
@@ -259,9 +262,7 @@ class EngineCore:
         output.text = sequence.detokenizer.take()
         return None
 
-    def _finish(
-        self, step: _Step, live: LiveRequest, sequence: Sequence, output: Output, reason: FinishReason
-    ) -> None:
+    def _finish(self, step: _Step, live: LiveRequest, sequence: Sequence, output: Output, reason: FinishReason) -> None:
         """A sequence ends: seat and blocks are free, the client gets its last delta, the books are closed."""
         if sequence.status is SequenceStatus.RUNNING:
             self._ledger.stopped(live.account, ended=True)
@@ -286,16 +287,20 @@ class EngineCore:
 
     # ---- the record of it
 
+    def _report(self) -> None:
+        pool, counters = self.scheduler.pool, self._counters
+        counters.prefix_cache_queries = self.scheduler.cache_queries
+        counters.prefix_cache_hits = self.scheduler.cache_hits
+        self._ledger.report(counters, pool.num_blocks, pool.num_free, pool.num_cached)
+
     def _record(self, step: _Step, schedule: Schedule, result: StepResult, scheduled: float, ran: float) -> None:
         done = self._clock()
-        pool, counters = self.scheduler.pool, self._counters
+        counters = self._counters
         self.scheduler.cost_model.observe(schedule.num_tokens, schedule.num_attended, done - scheduled)
         counters.steps += 1
         counters.recomputed_tokens += schedule.num_recomputed_tokens
         counters.preemptions += len(schedule.preempted)
-        counters.prefix_cache_queries = self.scheduler.cache_queries
-        counters.prefix_cache_hits = self.scheduler.cache_hits
-        self._ledger.report(counters, pool.num_blocks, pool.num_free, pool.num_cached)
+        self._report()
         record = StepRecord(
             index=counters.steps,
             started=step.started,

@@ -49,10 +49,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this process may still take on ``device``: on the CPU the machine's and the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free: list[int] = []
-    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
-        if line.startswith("MemAvailable:"):
-            free.append(int(line.split()[1]) * 1024)
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     container = _cgroup_free()
     if container is not None:
         free.append(container)
@@ -82,7 +80,7 @@ class KVBudget:
 
 def plan_kv_cache(
     bytes_per_token: int,
-    memory: int | float,
+    memory: float,
     free_bytes: int,
     wanted_len: int,
     model_len: int,

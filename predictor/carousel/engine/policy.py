@@ -60,13 +60,13 @@ class Policy(ABC):
         """Whether ``waiting`` is worth throwing ``running`` out of a full batch."""
         return False
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: Sequence) -> None:  # noqa: B027 - most policies do not care
         """Told once when a sequence enters the engine, before its first :meth:`push`."""
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:  # noqa: B027
         """Told once when a sequence has left the engine for good."""
 
-    def charge(self, sequence: Sequence, prompt_tokens: int, output_tokens: int) -> None:
+    def charge(self, sequence: Sequence, prompt_tokens: int, output_tokens: int) -> None:  # noqa: B027
         """Told after each step what a sequence was given."""
 
 

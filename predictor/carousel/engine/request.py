@@ -6,11 +6,10 @@ the scheduler moves through the batch, and answers with :class:`Output` deltas.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
 from carousel.engine.errors import InvalidRequest
@@ -25,7 +24,7 @@ MAX_STOP_LENGTH = 512
 MAX_CHOICES = 64
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended. Exact: one and only one of these, always."""
 
     STOP = "stop"  # a stop string or a stop token id
@@ -37,9 +36,8 @@ class FinishReason(str, Enum):
 
 
 def _number(name: str, value: object, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(name, value, allowed)
-    if not low <= value <= high:
+    # NaN compares false with everything, so it is refused too.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise InvalidRequest(name, value, allowed)
 
 

@@ -67,7 +67,18 @@ class SequenceSampler:
         vocab_size: ids at or above it are left out.
     """
 
-    __slots__ = ("_counts", "_distinct", "_ids", "_prompt_ids", "_slots", "guarded_ids", "params", "seed", "uid")
+    __slots__ = (
+        "_counts",
+        "_distinct",
+        "_ids",
+        "_prompt_ids",
+        "_slots",
+        "guarded_ids",
+        "params",
+        "penalised",
+        "seed",
+        "uid",
+    )
 
     def __init__(
         self,
@@ -82,6 +93,7 @@ class SequenceSampler:
         self.uid = next(_uids)
         self.params = params
         self.seed = mix_seed(seed, index)
+        self.penalised = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
         guarded = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_ids
         self.guarded_ids = sorted(i for i in guarded if 0 <= i < vocab_size) if params.min_tokens else []
         self._prompt_ids = [i for i in prompt_ids if i < vocab_size] if params.repetition_penalty != 1.0 else []
@@ -91,11 +103,6 @@ class SequenceSampler:
         self._distinct = 0
         self._ids: Ids = np.empty(0, dtype=np.int64)
         self._counts: Floats = np.empty(0, dtype=np.float32)
-
-    @property
-    def penalised(self) -> bool:
-        params = self.params
-        return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
     def update(self, token_id: int) -> None:
         """A token has been added to the output. To be called once for each, never again after a preemption."""

@@ -9,7 +9,7 @@ Rules, in the order in which :meth:`Scheduler.schedule` applies them:
 1. Running sequences go first, best by policy first. A decode always gets its token; prompt chunks share what is left of
    the step's budget. When a decode needs a block and none is left, the *worst* running sequence is preempted, so a
    sequence is never thrown out for one that is itself next to go.
-2. Then waiting sequences, in policy order, strictly: nobody overtakes a head that only lacks memory, or it might starve.
+2. Then waiting sequences, strictly in policy order: nobody overtakes a head that only lacks memory, or it would starve.
    Admission takes the blocks of all known tokens at once and leaves one more for every running sequence; so whoever is
    (re)admitted computes its prompt and some tokens before a new preemption can happen, and preemption cannot thrash.
 3. A sequence whose next prompt block is being computed by a running one steps aside until it can share it.
@@ -53,7 +53,7 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: ``entries`` with exactly one new token come first. ``admitted`` and ``preempted`` changed state in it."""
+    """One step. Entries with exactly one new token come first. ``admitted`` and ``preempted`` changed state in it."""
 
     entries: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import Self
 
 from carousel.engine.request import Output
 
@@ -62,7 +63,7 @@ class RequestStream:
         """Cancel what is not finished."""
         self.cancel()
 
-    async def __aenter__(self) -> RequestStream:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

@@ -14,7 +14,7 @@ from carousel.engine.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One iteration of the engine. Times in seconds (``time.monotonic`` for ``started``), counts in tokens or sequences.
+    """One iteration of the engine. Times in seconds (``started``: ``time.monotonic``), counts in tokens or sequences.
 
     ``schedule_s``, ``run_s`` and ``sample_s`` are its parts; ``num_recomputed_tokens`` counts tokens that had been
     computed before and were lost to a preemption.
