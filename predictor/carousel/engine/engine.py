@@ -30,7 +30,7 @@ from carousel.engine.request import FinishReason, GenerationRequest, Output, Sam
 from carousel.engine.runner import DecoderRunner
 from carousel.engine.sampler import Sampler, SequenceSampler
 from carousel.engine.scheduler import Scheduler, SchedulerLimits
-from carousel.engine.stream import RequestStream
+from carousel.engine.stream import RequestStream, collect
 from carousel.engine.timeline import EngineStats, Timeline
 
 if TYPE_CHECKING:
@@ -247,14 +247,8 @@ class Engine:
 
     async def generate(self, request: GenerationRequest) -> list[Output]:
         """The whole answer: one merged output per choice, by index. Cancelling the call cancels the request."""
-        outputs: dict[int, Output] = {}
         async with self.submit(request) as stream:
-            async for delta in stream:
-                if delta.index in outputs:
-                    outputs[delta.index].merge(delta)
-                else:
-                    outputs[delta.index] = delta
-        return [outputs[index] for index in sorted(outputs)]
+            return await collect(stream)
 
     def cancel(self, request_id: str) -> bool:
         """End a request and free its blocks before the next step. False when it is not live."""

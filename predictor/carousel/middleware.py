@@ -1,0 +1,190 @@
+"""The outermost ASGI layer: request ids, body limit, one log line a request, and clients that go away.
+
+A client that disconnects cancels the task that serves it. Every handler holds its running requests in
+``async with engine.submit(...)``, so the cancellation frees their sequences, whatever the protocol and wherever the
+handler happens to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from carousel.http_errors import error_response
+from carousel.protocols.errors import BodyTooLarge
+from carousel.telemetry.logs import current_request_id
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+access_logger = logging.getLogger("carousel.access")
+logger = logging.getLogger("carousel.http")
+
+MAX_REQUEST_ID = 128
+#: Status in the log of a request whose client left; nothing was sent.
+CLIENT_LEFT = 499
+_PROBES = ("/livez", "/readyz", "/metrics", "/v2/health/", "/healthz")
+
+
+def clean_request_id(given: str) -> str:
+    """The client's id where it is short, printable and of one word, else a fresh one."""
+    if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return uuid.uuid4().hex
+
+
+def is_probe(path: str) -> bool:
+    """Whether a path is polled by machines, which nobody wants to read about in the log."""
+    return path.startswith(_PROBES) or path.endswith("/ready") or path == "/"
+
+
+class RequestLayer:
+    """Wraps the whole application.
+
+    Args:
+        app: what serves the requests.
+        max_body_bytes: a longer body is answered with 413 and read no further.
+        draining: while true, connections are closed after their response, so that clients turn to another pod.
+    """
+
+    def __init__(self, app: App, *, max_body_bytes: int, draining: Callable[[], bool] = lambda: False) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        await _Exchange(self, scope, receive, send).run()
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, layer: RequestLayer, scope: Scope, receive: Receive, send: Send) -> None:
+        self.layer, self._receive, self._send = layer, receive, send
+        self.started = time.perf_counter()
+        self.status = 0
+        self.sent_bytes = 0
+        self.body_bytes = 0
+        self.body_read = False
+        self.answered = False
+        self.gone = asyncio.Event()
+        self.watcher: asyncio.Task[None] | None = None
+        self.task = asyncio.current_task()
+        given, length, headers = "", "0", []
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                given = value.decode("latin-1")
+                continue
+            if name == b"content-length":
+                length = value.decode("latin-1")
+            headers.append((name, value))
+        self.too_large = length.isdigit() and int(length) > layer.max_body_bytes
+        self.request_id = clean_request_id(given)
+        # Whoever handles the request finds the id that the answer will carry, KServe's own handlers included.
+        headers.append((b"x-request-id", self.request_id.encode("latin-1")))
+        self.scope = {**scope, "headers": headers}
+
+    async def run(self) -> None:
+        token = current_request_id.set(self.request_id)
+        try:
+            await self._guarded()
+        finally:
+            if self.watcher is not None:
+                self.watcher.cancel()
+            self._log()
+            current_request_id.reset(token)
+
+    async def _guarded(self) -> None:
+        try:
+            if self.too_large:
+                raise BodyTooLarge(self.layer.max_body_bytes)
+            await self.layer.app(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            if not self.gone.is_set() or self.task is None:
+                raise
+            self.task.uncancel()
+            self.status = CLIENT_LEFT
+        except ClientDisconnect:
+            self.status = CLIENT_LEFT
+        except Exception as error:
+            if self.status:  # the response has begun: all that is left is to cut it off
+                logger.exception("failed while answering %s", self.scope["path"])
+                raise
+            if not isinstance(error, BodyTooLarge):
+                logger.exception("failed to answer %s", self.scope["path"])
+            await error_response(self.scope["path"], error)(self.scope, self.receive, self.send)
+
+    async def receive(self) -> Message:
+        if self.body_read:
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.gone.set()
+            return message
+        self.body_bytes += len(message.get("body", b""))
+        if self.body_bytes > self.layer.max_body_bytes:
+            raise BodyTooLarge(self.layer.max_body_bytes)
+        if not message.get("more_body", False):
+            self.body_read = True
+            self.watcher = asyncio.create_task(self._watch())
+        return message
+
+    async def _watch(self) -> None:
+        """After the body, the only thing a client can say over HTTP/1.1 is that it left."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self.answered and self.task is not None:
+            self.gone.set()
+            self.task.cancel()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode("latin-1"))]
+            if self.status == 413 or (self.layer.draining() and self.scope["method"] != "GET"):
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif message["type"] == "http.response.body":
+            self.sent_bytes += len(message.get("body", b""))
+            # Set before sending: uvicorn reports a disconnect as soon as the response is complete, too.
+            self.answered = not message.get("more_body", False)
+        await self._send(message)
+
+    def _log(self) -> None:
+        path = self.scope["path"]
+        level = logging.DEBUG if is_probe(path) else logging.INFO
+        if not access_logger.isEnabledFor(level):
+            return
+        took_ms = round((time.perf_counter() - self.started) * 1000, 1)
+        client = self.scope.get("client") or ("", 0)
+        access_logger.log(
+            level,
+            "%s %s %d in %.1f ms",
+            self.scope["method"],
+            path,
+            self.status,
+            took_ms,
+            extra={
+                "fields": {
+                    "method": self.scope["method"],
+                    "path": path,
+                    "status": self.status,
+                    "duration_ms": took_ms,
+                    "request_bytes": self.body_bytes,
+                    "response_bytes": self.sent_bytes,
+                    "client": client[0],
+                }
+            },
+        )

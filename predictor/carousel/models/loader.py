@@ -1,0 +1,135 @@
+"""From a path to a model that is ready to serve: finds out what lies there, reads config, weights and tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .decoder import Decoder
+from .families import DecoderConfig, UnsupportedModel, decoder_config
+from .gguf import GGUFSource, hf_config, split_files
+from .tokenizer import Tokenizer, _read_json, load_gguf_tokenizer, load_tokenizer
+from .weights import ModelLoadError, TensorSource, open_safetensors
+
+__all__ = ["LoadedModel", "ModelLoadError", "UnsupportedModel", "load_model"]
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, ready to compute.
+
+    ``generation_defaults`` are the model's generation_config (temperature, top_p, ...), {} if it has none;
+    ``max_model_len`` is the longest context in tokens that it is meant (or was asked) to serve.
+    """
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    generation_defaults: dict[str, Any]
+    architecture: str
+    path: Path
+    max_model_len: int
+
+
+def load_model(
+    path: Path | str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    max_model_len: int | None = None,
+    log: Callable[[str], None] = _log.info,
+) -> LoadedModel:
+    """Load a model directory (config.json, safetensors, tokenizer), a GGUF file, or a directory with one GGUF.
+
+    Args:
+        path: where it lies. Any part of a split GGUF stands for all.
+        device: where the weights go.
+        dtype: "float32", "bfloat16", "float16" or "auto": float32 on the CPU, bfloat16 elsewhere.
+        max_model_len: the longest context to serve, in tokens; None for the model's own. Beyond the model's
+            original length it stretches RoPE where that depends on the length (dynamic, longrope).
+        log: receives one line on what was loaded.
+
+    Raises:
+        ModelLoadError: naming the file, the cause and what to try.
+        UnsupportedModel: naming the architecture and the supported ones.
+        ValueError: an unknown ``dtype``.
+    """
+    started = time.monotonic()
+    path, device = Path(path), torch.device(device)
+    torch_dtype = _dtype(dtype, device)
+    file = _find_gguf(path)
+    if file is not None:
+        source: TensorSource = (gguf := GGUFSource(file))
+        config = _config(hf_config(gguf), file)
+        # The converter stores Gemma's norms with their 1 added.
+        config = replace(config, norm_offset=False)
+        tokenizer = load_gguf_tokenizer(gguf.metadata, str(file))
+        defaults = _gguf_defaults(gguf.metadata)
+    else:
+        hf = _read_json(path / "config.json")
+        if not hf:
+            raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
+        config = _config(hf, path / "config.json")
+        source = open_safetensors(path)
+        defaults = _read_json(path / "generation_config.json")
+        tokenizer = load_tokenizer(path, hf, defaults)
+    decoder = Decoder(config, source, device, torch_dtype, max_model_len=max_model_len)
+    log(
+        f"loaded {config.architecture} from {path} in {time.monotonic() - started:.2f} s: "
+        f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}"
+    )
+    return LoadedModel(decoder, tokenizer, defaults, config.architecture, path, decoder.max_model_len)
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _config(hf: dict[str, Any], where: Path) -> DecoderConfig:
+    try:
+        return decoder_config(hf)
+    except UnsupportedModel:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelLoadError(f"{where}: {error}; the file is damaged, or its model is not supported") from error
+
+
+def _find_gguf(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is or holds; None for a directory with a config.json."""
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise ModelLoadError(f"{path}: not a model; give a model directory or a *.gguf file")
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}: no such file or directory; check the path")
+    if (path / "config.json").is_file():
+        return None
+    # A projector of a vision model lies beside its language model; it is not a second choice.
+    files = [file for file in sorted(path.glob("*.gguf")) if "mmproj" not in file.name.lower()]
+    whole = {split_files(file)[0] for file in files}
+    if len(whole) > 1:
+        names = ", ".join(sorted(file.name for file in whole)[:6])
+        raise ModelLoadError(f"{path}: holds {len(whole)} GGUF models ({names}); give the path of one of them")
+    return whole.pop() if whole else None
+
+
+def _gguf_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults, where the file has them (``general.sampling.*``), in generation_config's names."""
+    names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    keys = {f"general.sampling.{key}": name for key, name in names.items()}
+    return {name: metadata[key] for key, name in keys.items() if key in metadata}

@@ -1,0 +1,125 @@
+"""The KServe model: life-cycle hooks, health, V1 ``predict`` and V2 ``infer`` over REST and gRPC."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kserve import InferRequest, InferResponse, Model
+
+from carousel import tensors
+from carousel.generation import run_all
+from carousel.lifecycle import EngineLike, Lifecycle
+from carousel.protocols import v1, v2
+from carousel.protocols.common import Context, decode_body
+from carousel.protocols.errors import UnknownModel, UnsupportedMediaType
+
+logger = logging.getLogger("carousel.predictor")
+
+#: One model, one version; KServe requires none, Triton's clients may ask for it.
+MODEL_VERSION = "1"
+
+
+def check_model(name: str, version: str | None, served: str) -> None:
+    """Refuse any model or version but the one that is served.
+
+    Raises:
+        UnknownModel: with the names that exist.
+    """
+    if name != served:
+        raise UnknownModel(name, [served])
+    if version not in (None, "", MODEL_VERSION):
+        raise UnknownModel(f"{name}/versions/{version}", [f"{served}/versions/{MODEL_VERSION}"])
+
+
+def check_json(headers: Mapping[str, str], also: tuple[str, ...] = ()) -> None:
+    """Refuse a body that declares itself something else than JSON; one that declares nothing passes.
+
+    Raises:
+        UnsupportedMediaType: with what was declared.
+    """
+    declared = headers.get("content-type", "")
+    kind = declared.partition(";")[0].strip().lower()
+    if kind and kind not in ("application/json", "text/json", *also) and not kind.endswith("+json"):
+        raise UnsupportedMediaType(declared)
+
+
+def make_context(engine: EngineLike, model_name: str, headers: Mapping[str, str] | None = None) -> Context:
+    """What the protocol parsers need to know of the engine and of this request. ``headers`` have lower-case names."""
+    return Context(
+        tokenizer=engine.tokenizer,
+        model_name=model_name,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        generation_defaults=engine.generation_defaults,
+        headers=dict(headers or {}),
+        model_version=MODEL_VERSION,
+    )
+
+
+class CarouselModel(Model):
+    """The model that KServe's server registers.
+
+    It is registered from the start, since KServe only registers models that say ``ready`` then; the true state is in
+    :meth:`healthy`, which KServe asks before every request and for ``/v2/models/{m}/ready``.
+    """
+
+    def __init__(self, name: str, lifecycle: Lifecycle) -> None:
+        super().__init__(name)
+        self.lifecycle = lifecycle
+        self.ready = True
+        self.engine = True
+
+    def load(self) -> bool:
+        """KServe calls this on the event loop whenever the model is not healthy: it only looks."""
+        return self.lifecycle.ready
+
+    def start(self) -> None:
+        """Nothing: the lifecycle began to load before KServe was imported."""
+
+    async def start_engine(self) -> None:
+        """Wait until the engine has loaded and warmed up."""
+        await self.lifecycle.wait_loaded()
+
+    def stop(self) -> None:
+        """Nothing: KServe calls this before its servers have drained."""
+
+    def stop_engine(self) -> None:
+        """Nothing: the server ends the engine once everything has drained."""
+
+    async def healthy(self) -> bool:
+        return self.lifecycle.ready
+
+    def get_input_types(self) -> list[dict[str, Any]]:
+        return [dict(item) for item in v2.INPUTS]
+
+    def get_output_types(self) -> list[dict[str, Any]]:
+        return [dict(item) for item in v2.OUTPUTS]
+
+    async def predict(
+        self,
+        payload: InferRequest | dict[str, Any] | bytes,
+        headers: dict[str, str] | None = None,
+        response_headers: dict[str, str] | None = None,
+    ) -> InferResponse | dict[str, Any]:
+        """Answer a V2 ``InferRequest`` or the body of a V1 ``:predict``.
+
+        Raises:
+            CarouselError: refused or failed; each transport answers in its own form.
+        """
+        engine = self.lifecycle.require()
+        context = make_context(engine, self.name, headers)
+        if isinstance(payload, InferRequest):
+            return await self._infer(engine, context, payload)
+        if isinstance(payload, bytes):  # KServe hands a body through undecoded unless the type is exactly JSON
+            check_json(headers or {})
+            payload = decode_body(payload)
+        call = v1.parse(payload, context)
+        return v1.render(call, await run_all(engine, call))
+
+    async def _infer(self, engine: EngineLike, context: Context, request: InferRequest) -> InferResponse:
+        check_model(self.name, request.model_version, self.name)
+        call = v2.parse(tensors.neutral_request(request), context)
+        rendered = v2.render(call, await run_all(engine, call))
+        return tensors.kserve_response(request, rendered, call.id, MODEL_VERSION)

@@ -1,0 +1,230 @@
+"""KServe's model server with one model, its own signal handling and a shutdown that lets requests finish.
+
+Imported late, by ``server.serve``, because it imports KServe. What differs from ``kserve.ModelServer``: both servers
+stay open while the engine drains (new work gets 503 or UNAVAILABLE, ``/metrics`` and the probes keep answering), REST
+and gRPC drain side by side, a failed start ends the process with its cause, and everything listens on the chosen host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Generator
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from grpc import aio
+from kserve import ModelServer
+from kserve.model import BaseKServeModel
+from kserve.protocol.rest.server import metrics_handler
+from kserve.protocol.rest.v1_endpoints import register_v1_endpoints
+from kserve.protocol.rest.v2_endpoints import register_v2_endpoints
+from kserve.utils.inference_client_factory import InferenceClientFactory
+
+from carousel import http_errors, routes
+from carousel.config import Settings
+from carousel.dataplane import CarouselDataPlane
+from carousel.grpc_glue import Servicer, make_server
+from carousel.lifecycle import Lifecycle
+from carousel.middleware import RequestLayer
+from carousel.predictor import CarouselModel
+from carousel.telemetry.metrics import EngineMetrics, versions
+
+logger = logging.getLogger("carousel.server")
+
+# KServe answers V1 with a response class that FastAPI has deprecated; nobody who reads our log can change that.
+warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
+
+#: How long answers that are complete may take to reach slow clients once the engine has stopped, in seconds.
+FLUSH_SECONDS = 5
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: they would close the listener the moment SIGTERM arrives."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class CarouselServer(ModelServer):
+    """Serves one :class:`CarouselModel` over REST and gRPC until it is told to stop.
+
+    Args:
+        settings: ports, host and limits.
+        lifecycle: begun already; the server waits for it, drains it and ends it.
+        http_socket: bound and listening.
+        started_at: ``time.time()`` of the process's start, for the log.
+    """
+
+    def __init__(self, settings: Settings, lifecycle: Lifecycle, http_socket: socket.socket, started_at: float) -> None:
+        super().__init__(
+            http_port=http_socket.getsockname()[1],
+            grpc_port=settings.grpc_port,
+            workers=1,
+            enable_grpc=settings.grpc,
+            enable_docs_url=settings.enable_docs,
+            enable_latency_logging=False,
+            grace_period=math.ceil(settings.drain_seconds),
+        )
+        self.settings = settings
+        self.lifecycle = lifecycle
+        self.dataplane = CarouselDataPlane(self.registered_models, lifecycle)
+        self.metrics = EngineMetrics(settings.model_name, lifecycle.stats, lambda: lifecycle.ready)
+        self.exit_code = 0
+        self._http_socket = http_socket
+        self._started_at = started_at
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked = False  # to stop, maybe before there is a loop
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._signals = 0
+
+    def start(self, models: list[BaseKServeModel]) -> None:
+        """Serve ``models`` (one :class:`CarouselModel`) until :meth:`request_stop` or a signal; see ``exit_code``.
+
+        Raises:
+            ValueError: for more or other models than that one, or more workers than one.
+        """
+        if len(models) != 1 or not isinstance(models[0], CarouselModel):
+            raise ValueError("a Carousel server serves exactly one CarouselModel")
+        if self.workers != 1:
+            raise ValueError("workers > 1 would load the model once per process; scale with replicas instead")
+        self.register_model(models[0])
+        self.metrics.register()
+        config = self._uvicorn_config(self.build_app(models[0]))
+        try:
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.run(self._run(models[0], _Uvicorn(config)))
+        finally:
+            self.metrics.unregister()
+
+    def build_app(self, model: CarouselModel) -> FastAPI:
+        """The application: our routes, then KServe's, on an app of its own, so that a process can hold several."""
+        app = FastAPI(
+            title="Carousel",
+            version=versions()["version"],
+            docs_url="/docs" if self.settings.enable_docs else None,
+            redoc_url=None,
+        )
+        routes.mount(app, routes.Routes(model, self.dataplane, self.settings.allow_unload))
+        root = APIRouter()
+        root.add_api_route("/", self.dataplane.live, methods=["GET"])
+        root.add_api_route("/metrics", metrics_handler, methods=["GET"])
+        app.include_router(root)
+        register_v1_endpoints(app, self.dataplane, self.model_repository_extension)
+        register_v2_endpoints(app, self.dataplane, self.model_repository_extension)
+        http_errors.add_handlers(app)
+        return app
+
+    def _uvicorn_config(self, app: FastAPI) -> uvicorn.Config:
+        layer = RequestLayer(
+            app, max_body_bytes=self.settings.max_request_bytes, draining=lambda: self.lifecycle.draining
+        )
+        return uvicorn.Config(
+            layer,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            backlog=2048,
+            timeout_keep_alive=self.settings.keep_alive_seconds,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+
+    def request_stop(self) -> None:
+        """Begin to drain; called again, stop at once. Safe in any thread and in a signal handler."""
+        loop = self._loop
+        if loop is None:
+            self._asked = True
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(self._note_stop)
+
+    def _note_stop(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            logger.info("stopping: new requests are refused, running ones have %g s", self.settings.drain_seconds)
+            self._stopping.set()
+        else:
+            logger.warning("stopping at once, as asked again")
+            self._hurry.set()
+
+    def _take_signals(self) -> None:
+        assert self._loop is not None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            self._loop.add_signal_handler(number, self._note_stop)
+
+    async def _run(self, model: CarouselModel, http: _Uvicorn) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._take_signals()
+        if self._asked:
+            self._note_stop()
+        serving = asyncio.create_task(http.serve(sockets=[self._http_socket]))
+        grpc_server = await self._start_grpc(model)
+        grpc_text = f", gRPC on port {self.grpc_port}" if grpc_server is not None else ""
+        logger.info("listening on %s: HTTP on port %d%s", self.settings.host, self.http_port, grpc_text)
+        loading = asyncio.create_task(self._load(model))
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            # The flag that refuses new work must be up before this loop turns again, and drain() sets it first.
+            finished = await self.lifecycle.drain(self.settings.drain_seconds, self._hurry)
+            logger.log(
+                logging.INFO if finished else logging.WARNING,
+                "drained" if finished else "not all requests finished in time; the rest ended with an error",
+            )
+        loading.cancel()
+        stopping.cancel()
+        http.should_exit = True
+        http.force_exit = self._hurry.is_set()
+        ending = [serving]
+        if grpc_server is not None:
+            grace = 0.2 if self._hurry.is_set() else float(FLUSH_SECONDS)
+            ending.append(asyncio.create_task(grpc_server.stop(grace)))
+        await asyncio.gather(*ending, return_exceptions=True)
+        await InferenceClientFactory().close()
+
+    async def _start_grpc(self, model: CarouselModel) -> aio.Server | None:
+        if not self.enable_grpc:
+            return None
+        servicer = Servicer(self.dataplane, self.model_repository_extension, model, self.settings.allow_unload)
+        try:
+            server, self.grpc_port = make_server(
+                servicer, self.settings.host, self.settings.grpc_port, self.settings.max_request_bytes
+            )
+        except OSError as error:
+            logger.critical("%s; choose another port with --grpc-port, or --no-grpc", error)
+            self._fail()
+            return None
+        await server.start()
+        return server
+
+    async def _load(self, model: CarouselModel) -> None:
+        try:
+            await model.start_engine()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # Our own errors say what to do; anything else is a surprise, and its traceback is wanted.
+            expected = type(error).__module__.startswith("carousel.")
+            logger.critical("the model could not be loaded: %s", error, exc_info=None if expected else error)
+            self._fail()
+            return
+        assert self.lifecycle.engine is not None
+        self.lifecycle.engine.timeline.observers.append(self.metrics)
+        if self.lifecycle.ready:
+            logger.info("ready in %.1f s: model %s", time.time() - self._started_at, self.settings.model_name)
+
+    def _fail(self) -> None:
+        self.exit_code = 1
+        self._hurry.set()
+        self._stopping.set()

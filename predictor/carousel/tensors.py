@@ -1,0 +1,225 @@
+"""V2 requests and responses between KServe's types and the protocol's neutral tensors, for REST and gRPC alike.
+
+KServe's own parsing answers a missing ``id`` with 500, refuses lists in ``parameters``, and loses gRPC parameters of
+types that its copy of the protocol does not know. Bodies are therefore checked here, and carried in KServe's
+``InferRequest`` and ``InferResponse``, which do the binary encodings.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import unknown_fields  # type: ignore[import-untyped]
+from kserve import InferInput, InferOutput, InferRequest, InferResponse
+from kserve.errors import InvalidInput
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+from kserve.protocol.infer_type import RequestedOutput
+
+from carousel.engine.errors import InvalidRequest
+from carousel.protocols.common import decode_body
+from carousel.protocols.v2 import V2Request, V2Tensor
+
+BINARY_HEADER = "inference-header-content-length"
+_DOUBLE_PARAM, _UINT64_PARAM = 4, 5  # field numbers in the Open Inference Protocol's InferParameter
+
+
+def _object(value: object, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, value, "an object")
+    return value
+
+
+def _list_of(value: object, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(field, value, "a list")
+    return value
+
+
+def _text(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(field, value, "a string")
+    return value
+
+
+def _count(value: object, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidRequest(field, value, "an integer >= 0")
+    return value
+
+
+def _parameters(value: object, field: str) -> dict[str, Any]:
+    return {} if value is None else dict(_object(value, field))
+
+
+def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, model_version: str) -> InferRequest:
+    """The body of ``POST /v2/models/{m}/infer``, with or without binary tensors behind the JSON.
+
+    Raises:
+        InvalidRequest: naming the field, ``body`` for what is no JSON at all.
+    """
+    header = headers.get(BINARY_HEADER)
+    split = len(raw)
+    if header is not None:
+        if not header.isascii() or not header.isdigit() or int(header) > len(raw):
+            raise InvalidRequest("Inference-Header-Content-Length", header, f"the JSON's length, at most {len(raw)}")
+        split = int(header)
+    body = _object(decode_body(raw[:split]), "body")
+    binary = _Binary(memoryview(raw)[split:] if header is not None else None)
+    inputs = [
+        _input_from_rest(_object(item, f"inputs[{i}]"), f"inputs[{i}]", binary)
+        for i, item in enumerate(_list_of(body.get("inputs"), "inputs"))
+    ]
+    binary.finish()
+    parameters = _parameters(body.get("parameters"), "parameters")
+    outputs = []
+    for i, item in enumerate(_list_of(body.get("outputs") or [], "outputs")):
+        output = _object(item, f"outputs[{i}]")
+        wanted = _parameters(output.get("parameters"), f"outputs[{i}].parameters")
+        wanted.setdefault("binary_data", bool(parameters.get("binary_data_output", False)))
+        outputs.append(RequestedOutput(_text(output.get("name"), f"outputs[{i}].name"), wanted))
+    given = body.get("id")
+    return InferRequest(
+        model_name=model_name,
+        infer_inputs=inputs,
+        request_id=None if given is None else _text(given, "id"),
+        parameters=parameters,
+        request_outputs=outputs or None,
+        model_version=model_version,
+    )
+
+
+class _Binary:
+    """The bytes behind the JSON, handed out in order."""
+
+    def __init__(self, rest: memoryview | None) -> None:
+        self.rest = rest
+
+    def take(self, size: int, field: str) -> bytes:
+        if self.rest is None:
+            raise InvalidRequest(field, size, "nothing without an Inference-Header-Content-Length header")
+        if size > len(self.rest):
+            raise InvalidRequest(field, size, f"at most the {len(self.rest)} bytes that are left of the body")
+        taken, self.rest = self.rest[:size], self.rest[size:]
+        return bytes(taken)
+
+    def finish(self) -> None:
+        if self.rest:
+            raise InvalidRequest("body", f"{len(self.rest)} bytes too many", "as many as the inputs' binary_data_size")
+
+
+def _input_from_rest(item: dict[str, Any], field: str, binary: _Binary) -> InferInput:
+    name = _text(item.get("name"), f"{field}.name")
+    shape = [_count(size, f"{field}.shape") for size in _list_of(item.get("shape"), f"{field}.shape")]
+    datatype = _text(item.get("datatype"), f"{field}.datatype")
+    parameters = _parameters(item.get("parameters"), f"{field}.parameters")
+    data = item.get("data")
+    size = parameters.get("binary_data_size")
+    if size is not None:
+        if data is not None:
+            raise InvalidRequest(f"{field}.data", data, "nothing beside binary_data_size")
+        result = InferInput(name, shape, datatype, parameters=parameters)
+        result._raw_data = binary.take(_count(size, f"{field}.parameters.binary_data_size"), f"{field}.parameters")
+        return result
+    return InferInput(name, shape, datatype, data=_list_of(data, f"{field}.data"), parameters=parameters)
+
+
+def request_from_grpc(message: pb.ModelInferRequest) -> InferRequest:
+    """A gRPC request, with parameters as plain values.
+
+    Raises:
+        InvalidRequest: for inputs that contradict themselves.
+    """
+    raw_count = len(message.raw_input_contents)
+    if raw_count and raw_count != len(message.inputs):
+        raise InvalidRequest("raw_input_contents", raw_count, f"as many as there are inputs ({len(message.inputs)})")
+    for item in message.inputs:
+        if raw_count and item.HasField("contents"):
+            raise InvalidRequest(f"inputs[{item.name}].contents", "given", "nothing beside raw_input_contents")
+    try:
+        request = InferRequest.from_grpc(message)
+    except InvalidInput:
+        kinds = ", ".join(item.datatype for item in message.inputs)
+        raise InvalidRequest("inputs.datatype", kinds, "the Open Inference Protocol's datatypes") from None
+    request.id = message.id or None
+    request.parameters = parameters_from_grpc(message.parameters)
+    for infer_input, item in zip(request.inputs, message.inputs, strict=True):
+        infer_input.parameters = parameters_from_grpc(item.parameters)
+    return request
+
+
+def parameters_from_grpc(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    """Plain values of a ``map<string, InferParameter>``.
+
+    KServe's copy of the protocol has no ``double_param`` and ``uint64_param``, which Triton's clients send for every
+    float: they arrive as unknown fields, and are read from there.
+    """
+    result: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is not None:
+            result[name] = getattr(parameter, kind)
+            continue
+        for field in unknown_fields.UnknownFieldSet(parameter):
+            if field.field_number == _DOUBLE_PARAM and field.wire_type == 1:
+                result[name] = struct.unpack("<d", struct.pack("<Q", field.data))[0]
+            elif field.field_number == _UINT64_PARAM and field.wire_type == 0:
+                result[name] = int(field.data)
+    return result
+
+
+def neutral_request(request: InferRequest) -> V2Request:
+    """What ``protocols.v2`` reads. A request without an id gets one, and keeps it for the response.
+
+    Raises:
+        InvalidRequest: for binary data that is not of the datatype and shape it claims.
+    """
+    if not request.id:
+        request.id = str(uuid.uuid4())
+    parameters = request.parameters
+    if parameters is not None and not isinstance(parameters, dict):  # from KServe's own gRPC servicer
+        parameters = parameters_from_grpc(parameters)
+    return V2Request(
+        inputs=[_neutral_tensor(item) for item in request.inputs],
+        parameters={name: value for name, value in (parameters or {}).items() if name != "binary_data_output"},
+        id=request.id,
+        outputs=[output.name for output in request.request_outputs or []],
+        model_name=request.model_name,
+    )
+
+
+def _neutral_tensor(item: InferInput) -> V2Tensor:
+    data: Any = item.data
+    if item._raw_data is not None:
+        try:
+            data = item.as_numpy().reshape(-1).tolist()
+        except (InvalidInput, ValueError, TypeError, struct.error, OverflowError):
+            size = f"{len(item._raw_data)} bytes of {item.datatype} as {item.shape}"
+            raise InvalidRequest(f"inputs[{item.name}]", size, "binary data of the given datatype and shape") from None
+    elif item.datatype == "BYTES" and isinstance(data, list):
+        data = [bytes(value) if isinstance(value, (bytearray, memoryview)) else value for value in data]
+    parameters = {name: value for name, value in (item.parameters or {}).items() if name != "binary_data_size"}
+    return V2Tensor(name=item.name, datatype=item.datatype, shape=list(item.shape), data=data, parameters=parameters)
+
+
+def kserve_response(
+    request: InferRequest, tensors: list[V2Tensor], response_id: str, model_version: str
+) -> InferResponse:
+    """The answer to ``request``: binary where it asked for binary, with its id and the model's version."""
+    outputs = [
+        InferOutput(item.name, list(item.shape), item.datatype, data=item.data, parameters=item.parameters or None)
+        for item in tensors
+    ]
+    names = {item.name for item in tensors}
+    requested = [output for output in request.request_outputs or [] if output.name in names]
+    return InferResponse(
+        response_id=response_id,
+        model_name=request.model_name,
+        model_version=model_version,
+        infer_outputs=outputs,
+        from_grpc=request.from_grpc,
+        use_binary_outputs=bool(request.use_binary_outputs),
+        requested_outputs=None if request.from_grpc else requested or None,
+    )
