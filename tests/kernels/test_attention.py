@@ -95,7 +95,7 @@ def test_cpu_equals_reference(
     options = {"scale": dim**-0.5, "sliding_window": window, "softcap": softcap}
     got, expected = run(batch, "cpu", **options), run(batch, "reference", **options)
     assert got.dtype == dtype
-    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2  # the rounding of the result
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 

@@ -22,7 +22,8 @@ from tests.models.harness import (
 )
 
 from carousel.models.decoder import Decoder
-from carousel.models.families import UnsupportedModel, decoder_config
+from carousel.models.errors import UnsupportedModel
+from carousel.models.families import decoder_config
 from carousel.models.weights import DictSource, open_safetensors
 
 LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 3.0, 8.0]}

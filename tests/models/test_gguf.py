@@ -15,10 +15,9 @@ from tests.models.gguf_files import QUANT, letters, write, write_model
 from tests.models.harness import SIZES, expected_logits, logits_in_chunks, random_ids, random_model
 
 from carousel.models.dequantize import dequantize_into, tensor_bytes
-from carousel.models.families import UnsupportedModel
+from carousel.models.errors import ModelLoadError, UnsupportedModel
 from carousel.models.gguf import GGUFSource
 from carousel.models.loader import load_model
-from carousel.models.weights import ModelLoadError
 
 BLOCK_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "TQ1_0"]
 HALVES = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2]}
@@ -191,6 +190,12 @@ def test_metadata_reads_as_the_gguf_packages_reader_does(tmp_path: Path) -> None
 def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "mamba", letters(20), {"token_embd.weight": np.ones((20, 32), np.float32)})
     with pytest.raises(UnsupportedModel, match=r"mamba \(GGUF\).*LlamaForCausalLM"):
+        load_model(path)
+
+
+def test_a_file_that_is_no_whole_language_model_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", "llama", letters(20), {"v.patch_embd.weight": np.ones((20, 32), np.float32)})
+    with pytest.raises(ModelLoadError, match=r"a\.gguf: token_embd\.weight, .* is missing"):
         load_model(path)
 
 

@@ -45,7 +45,7 @@ def test_dtype_and_length_are_the_callers(directory: Path) -> None:
     loaded = load_model(directory, dtype="bfloat16", max_model_len=100)
     assert (loaded.decoder.dtype, loaded.max_model_len) == (torch.bfloat16, 100)
     assert load_model(directory, dtype=torch.float16).decoder.dtype == torch.float16
-    with pytest.raises(ValueError, match="int4.*allowed: auto, float32"):
+    with pytest.raises(ValueError, match=r"int4.*allowed: auto, float32"):
         load_model(directory, dtype="int4")
 
 

@@ -93,7 +93,11 @@ def test_a_real_gemma_3_answers_as_in_transformers(tmp_path: Path) -> None:
     assert hashlib.sha256(file.read_bytes()).hexdigest() == GEMMA_SHA256
     model = load_model(file)
     theirs = tf.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
-    for text in ("Once upon a time there was a", "Zürich  und 東京 🎠\n\n\ndef f(x):\t42.5", " <start_of_turn>user\nHi"):
+    for text in (
+        "Once upon a time there was a",
+        "Zürich  und 東京 🎠\n\n\ndef f(x):\t42.5",
+        " <start_of_turn>user\nHi",
+    ):
         assert model.tokenizer.encode(text) == theirs(text).input_ids
         assert model.tokenizer.decode(theirs(text).input_ids) == theirs.decode(
             theirs(text).input_ids, skip_special_tokens=True

@@ -310,6 +310,8 @@ def test_hub_commit_needs_no_hub_once_cached(hub: FakeHub, tmp_path: Path) -> No
     hub.requests.clear()
     assert resolve(uri, cache_dir=tmp_path / "c") == path
     assert hub.requests == []
+    # KServe writes the revision behind a colon.
+    assert resolve(f"hf://org/tiny:{hub.commit}", cache_dir=tmp_path / "c").read_bytes() == CONTENT
 
 
 def test_hub_branch_follows_the_hub_and_outlives_it(

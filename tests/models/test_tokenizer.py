@@ -13,9 +13,9 @@ from tests.models.gguf_files import write
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from carousel.engine.errors import InvalidRequest
+from carousel.models.errors import ModelLoadError
 from carousel.models.gguf import GGUFSource, eos_ids
 from carousel.models.tokenizer import load_gguf_tokenizer, load_tokenizer
-from carousel.models.weights import ModelLoadError
 
 TEXTS = [
     "Hello world! It's 12345.67 o'clock, we'LL see\n\n\n  spaced   out\t\ttabs ",
@@ -35,7 +35,10 @@ def byte_level_backend(size: int = 420) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL, show_progress=False
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
     return backend
@@ -334,9 +337,7 @@ def test_templates_render_as_in_transformers(template: str, directory: Path) -> 
     for messages in CONVERSATIONS.values():
         for prompt in (True, False):
             for extra in ({}, {"tools": [TOOL], "extra": "x"}):
-                expected = theirs.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=prompt, **extra
-                )
+                expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **extra)
                 assert ours.apply_chat_template(messages, add_generation_prompt=prompt, **extra) == expected
 
 

@@ -14,7 +14,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from tests.models.harness import SIZES, load, logits_in_chunks, random_ids, random_model, save
 
-from carousel.models.weights import ModelLoadError, open_safetensors
+from carousel.models.errors import ModelLoadError
+from carousel.models.weights import open_safetensors
 
 
 @pytest.fixture
@@ -160,7 +161,8 @@ print((status("VmHWM") - before) / decoder.weight_bytes, decoder.weight_bytes)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_memory_of_a_load_is_little_more_than_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     config = tf.LlamaConfig(
-        **SIZES | {
+        **SIZES
+        | {
             "hidden_size": 768,
             "intermediate_size": 3072,
             "num_hidden_layers": 6,

@@ -10,18 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import UnsupportedModel
 from .rope import RopeConfig, rope_config
 
+__all__ = ["FAMILIES", "DecoderConfig", "UnsupportedModel", "decoder_config", "supported_architectures"]
+
 Hf = dict[str, Any]
-
-
-class UnsupportedModel(ValueError):
-    """The architecture is not one of the decoder's. ``architecture`` and ``supported`` are names as in config.json."""
-
-    def __init__(self, architecture: str, supported: tuple[str, ...]) -> None:
-        self.architecture = architecture
-        self.supported = supported
-        super().__init__(f"architecture {architecture} is not supported; supported: {', '.join(supported)}")
 
 
 @dataclass(frozen=True)

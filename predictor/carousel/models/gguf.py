@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .dequantize import dequantize_into, tensor_bytes
-from .weights import ModelLoadError, drop_pages
+from .errors import ModelLoadError
+from .weights import drop_pages
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -172,6 +173,7 @@ class GGUFSource:
     """A GGUF file, split or not, as a ``TensorSource``. ``metadata`` is the (first) file's, as plain Python values."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._files = [_GGUFFile(part) for part in split_files(path)]
         self.metadata = self._files[0].metadata
         self.architecture = str(self.metadata.get("general.architecture"))
@@ -300,16 +302,17 @@ def hf_config(source: GGUFSource) -> dict[str, Any]:
     def get(key: str, default: Any = None) -> Any:
         return source.metadata.get(f"{architecture}.{key}", default)
 
+    shapes = source.shapes()
     heads, hidden = get("attention.head_count"), get("embedding_length")
-    if not isinstance(heads, int) or not isinstance(hidden, int):
+    if "embed_tokens.weight" not in shapes or not isinstance(heads, int) or not isinstance(hidden, int):
         raise ModelLoadError(
-            f"{source.where('embed_tokens.weight')}: {architecture}.attention.head_count or .embedding_length is "
-            "missing or not one number; models whose layers differ are not supported"
+            f"{source.path}: token_embd.weight, {architecture}.attention.head_count or {architecture}.embedding_length "
+            "is missing, or is a list; use a whole language model whose layers are all of one size"
         )
     head_dim = get("attention.key_length") or hidden // heads
     config: dict[str, Any] = {
         "model_type": model_type,
-        "vocab_size": source.shapes()["embed_tokens.weight"][0],
+        "vocab_size": shapes["embed_tokens.weight"][0],
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -320,8 +323,8 @@ def hf_config(source: GGUFSource) -> dict[str, Any]:
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
         "partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim,
-        "tie_word_embeddings": "lm_head.weight" not in source.shapes(),
-        "attention_bias": "layers.0.self_attn.q_proj.bias" in source.shapes(),
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in shapes,
         "rope_scaling": _rope_scaling(source, get) or None,
         "original_max_position_embeddings": get("rope.scaling.original_context_length"),
         "sliding_window": get("attention.sliding_window"),

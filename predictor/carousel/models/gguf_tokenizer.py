@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from .weights import ModelLoadError
+from .errors import ModelLoadError
 
 log = logging.getLogger(__name__)
 

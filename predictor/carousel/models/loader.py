@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from .decoder import Decoder
-from .families import DecoderConfig, UnsupportedModel, decoder_config
+from .errors import ModelLoadError, UnsupportedModel
+from .families import DecoderConfig, decoder_config
 from .gguf import GGUFSource, hf_config, split_files
-from .tokenizer import Tokenizer, _read_json, load_gguf_tokenizer, load_tokenizer
-from .weights import ModelLoadError, TensorSource, open_safetensors
+from .tokenizer import Tokenizer, load_gguf_tokenizer, load_tokenizer, read_json
+from .weights import TensorSource, open_safetensors
 
 __all__ = ["LoadedModel", "ModelLoadError", "UnsupportedModel", "load_model"]
 
@@ -60,7 +61,7 @@ def load_model(
 
     Raises:
         ModelLoadError: naming the file, the cause and what to try.
-        UnsupportedModel: naming the architecture and the supported ones.
+        UnsupportedModel (a ModelLoadError): naming the architecture and the supported ones.
         ValueError: an unknown ``dtype``.
     """
     started = time.monotonic()
@@ -75,12 +76,12 @@ def load_model(
         tokenizer = load_gguf_tokenizer(gguf.metadata, str(file))
         defaults = _gguf_defaults(gguf.metadata)
     else:
-        hf = _read_json(path / "config.json")
+        hf = read_json(path / "config.json")
         if not hf:
             raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
         config = _config(hf, path / "config.json")
         source = open_safetensors(path)
-        defaults = _read_json(path / "generation_config.json")
+        defaults = read_json(path / "generation_config.json")
         tokenizer = load_tokenizer(path, hf, defaults)
     decoder = Decoder(config, source, device, torch_dtype, max_model_len=max_model_len)
     log(

@@ -14,9 +14,9 @@ from tokenizers import processors
 from carousel.engine.errors import InvalidRequest
 
 from .chat import ChatTemplate
+from .errors import ModelLoadError
 from .gguf import eos_ids as gguf_eos_ids
 from .gguf_tokenizer import byte_alphabet, gguf_tokenizer
-from .weights import ModelLoadError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -131,7 +131,7 @@ def _ids(value: Any) -> set[int]:
     return {i for i in value if isinstance(i, int)} if isinstance(value, list) else set()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file; {} if it is not there. ModelLoadError if it is there and broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def _text_of(token: Any) -> str | None:
 
 def _directory_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name: chat_template.jinja, additional_chat_templates/*.jinja, then tokenizer_config.json's."""
-    given = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    given = config.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(given, str):
         templates["default"] = given
@@ -207,8 +207,8 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any], generation_config
     Raises:
         ModelLoadError: a file is missing or broken.
     """
-    own = _read_json(directory / "tokenizer_config.json")
-    named = _read_json(directory / "special_tokens_map.json") | own
+    own = read_json(directory / "tokenizer_config.json")
+    named = read_json(directory / "special_tokens_map.json") | own
     special = {name: text for name in _NAMED if (text := _text_of(named.get(name))) is not None}
     file = directory / "tokenizer.json"
     if file.is_file():

@@ -18,14 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
+from .errors import ModelLoadError
 from .families import DecoderConfig
 
 _CHUNK_ELEMENTS = 1 << 22
 _PAGE = mmap.ALLOCATIONGRANULARITY
-
-
-class ModelLoadError(RuntimeError):
-    """A model cannot be loaded; the message names the file, the cause and what to try."""
 
 
 class TensorSource(Protocol):
@@ -235,9 +232,6 @@ class Weights:
         self._source = source
         self._shapes = source.shapes()
         self._used: set[str] = set()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
 
     def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
         """The tensor * scale + offset. ModelLoadError, naming it and its file, if missing or of another shape."""

@@ -1,0 +1,51 @@
+# Needs only make and Python >= 3.11; everything else goes into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+# Further arguments: make serve ARGS="--policy fair", make test ARGS="tests/engine -x", make bench ARGS="--json out.json"
+ARGS ?=
+
+ENV := $(VENV)/.carousel-env
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help env serve test lint format bench readme clean
+
+help: ## Print this list
+	@echo "usage: make TARGET [ARGS=...]"; echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(ENV) ## Make .venv with all that serving, tests and checks need (again only when its inputs changed)
+
+$(ENV): pyproject.toml constraints.txt scripts/make_env.py
+	@$(PYTHON) scripts/make_env.py --venv $(VENV)
+
+serve: env ## Serve the demo model smollm2 on http://127.0.0.1:8080 (gRPC 8081); ARGS goes to `carousel serve`
+	@exec $(BIN)/carousel serve $(ARGS)
+
+test: env ## Run the tests and hold branch coverage of engine and protocols at 85 % (ARGS: without coverage)
+ifeq ($(ARGS),)
+	@$(BIN)/python -m pytest --cov --cov-report=term
+else
+	@$(BIN)/python -m pytest $(ARGS)
+endif
+
+lint: env ## Check style, types and the Dockerfile
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "make format mends this"; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/python scripts/readme.py --check
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "no hadolint for this system: Dockerfile not linted"; fi
+
+format: env ## Format the code and mend what ruff can mend
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+bench: env ## Measure throughput and latencies of the engine; ARGS goes to `carousel bench`
+	@exec $(BIN)/carousel bench $(ARGS)
+
+readme: env ## Refresh the settings table of README.md from carousel.config
+	@$(BIN)/python scripts/readme.py
+
+clean: ## Remove what builds and tests leave, and .venv
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	@find kernels predictor scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

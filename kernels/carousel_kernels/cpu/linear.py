@@ -1,0 +1,155 @@
+"""Linear layers by whichever library kernel is fastest on this CPU.
+
+The same product takes 2.5 times as long in MKL as in oneDNN on recent AMD cores, and the reverse holds on Intel's, so
+the choice is measured: once per process for each layer shape and type, on a few numbers of rows. It is measured in CPU
+time of one thread, because a pod may start on a busy node, where a thread that waits for a preempted one tells nothing
+about a library. One implementation is chosen per shape, so that a model keeps one copy of its weights.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["IMPLEMENTATION_VARIABLE", "Linear", "chosen_implementations", "prepare_linear"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+IMPLEMENTATION_VARIABLE = "CAROUSEL_LINEAR"
+"""Environment variable that forces an implementation (torch, mkl or onednn) where it can be had."""
+
+# One stream, a few, a full batch, a prompt chunk: each counts the same.
+_ROWS = (1, 8, 32, 128)
+_ODD_ROWS = (3, 37, 65)  # no timing, only the check that the result is right
+
+# A layer of more elements is measured by its first rows only: the output layer would take a second.
+_MAX_TIMED_ELEMENTS = 2_000_000
+
+_SECONDS_PER_SHAPE = 0.03
+_MIN_TURNS, _MAX_TURNS = 2, 40
+
+_choices: dict[tuple[int, int, torch.dtype], str] = {}
+_lock = threading.Lock()
+
+
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    return linear
+
+
+def _mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    if weight.dtype != torch.float32:
+        raise NotImplementedError("MKL packs float32 only")
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), 64)
+    # The operator reads no more than the shape of the original, which therefore need not be kept.
+    shape_only = weight.new_empty(1).expand(weight.shape)
+    mkl_linear = torch.ops.mkl._mkl_linear.default
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = mkl_linear(x, packed, shape_only, bias, x.shape[0])
+        return result
+
+    return linear
+
+
+def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = linear_pointwise(x, packed, bias, "none", [], "")
+        return result
+
+    return linear
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
+    "torch": _plain,
+    "mkl": _mkl,
+    "onednn": _onednn,
+}
+
+
+def prepare_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, implementation: str | None = None
+) -> Linear:
+    """See ``carousel_kernels.prepare_linear``. ``implementation`` overrides the environment, which overrides measuring.
+
+    Raises ValueError for an implementation that is not known, and RuntimeError (or what PyTorch raises) if a forced one
+    cannot be had for this weight.
+    """
+    forced = implementation or os.environ.get(IMPLEMENTATION_VARIABLE) or None
+    if forced is not None and forced not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown linear implementation {forced!r}; known: {', '.join(_IMPLEMENTATIONS)}")
+    name = forced or _choose(weight)
+    return _IMPLEMENTATIONS[name](weight.detach(), None if bias is None else bias.detach())
+
+
+def chosen_implementations() -> dict[tuple[int, int, torch.dtype], str]:
+    """What was measured to be fastest so far, by (N, K, dtype)."""
+    return dict(_choices)
+
+
+def _choose(weight: torch.Tensor) -> str:
+    key = (weight.shape[0], weight.shape[1], weight.dtype)
+    with _lock:
+        if key not in _choices:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                with torch.inference_mode():
+                    _choices[key] = _measure(weight)
+            finally:
+                torch.set_num_threads(threads)
+        return _choices[key]
+
+
+def _measure(weight: torch.Tensor) -> str:
+    """The implementation with the lowest mean (geometric, over ``_ROWS``) time for this weight."""
+    part = weight.detach()[: max(16, _MAX_TIMED_ELEMENTS // weight.shape[1])]
+    inputs = [torch.rand(rows, part.shape[1], dtype=part.dtype) - 0.5 for rows in _ROWS]
+    checks = inputs + [torch.rand(rows, part.shape[1], dtype=part.dtype) - 0.5 for rows in _ODD_ROWS]
+    expected = [F.linear(x, part) for x in checks]
+    candidates: dict[str, Linear] = {}
+    for name, prepare in _IMPLEMENTATIONS.items():
+        try:
+            linear = prepare(part, None)
+            # A library that is told fewer or more rows than it packed for is trusted only as far as it is checked.
+            if all(_agree(linear(x), y) for x, y in zip(checks, expected, strict=True)):
+                candidates[name] = linear
+        except (AttributeError, NotImplementedError, RuntimeError):
+            continue  # not in this build of PyTorch, or not for this type
+    return _fastest(candidates, inputs)
+
+
+def _fastest(candidates: dict[str, Linear], inputs: list[torch.Tensor]) -> str:
+    # In turns, so that whatever else the machine does meets all alike, and by the least time, since it can only add. A
+    # candidate that is far behind is given up, so that the time goes to those that are close.
+    least = {name: [math.inf] * len(inputs) for name in candidates}
+    deadline = time.thread_time() + _SECONDS_PER_SHAPE
+    for turn in range(_MAX_TURNS):
+        if len(least) == 1 or (turn >= _MIN_TURNS and time.thread_time() > deadline):
+            break
+        for i, x in enumerate(inputs):
+            for name, times in least.items():
+                start = time.thread_time()
+                candidates[name](x)
+                times[i] = min(times[i], time.thread_time() - start)
+        if turn + 1 >= _MIN_TURNS:
+            limit = 1.5 * min(map(statistics.geometric_mean, least.values()))
+            least = {name: times for name, times in least.items() if statistics.geometric_mean(times) <= limit}
+    return min(least, key=lambda name: statistics.geometric_mean(least[name]))
+
+
+def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
+    return torch.allclose(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
