@@ -60,7 +60,7 @@ class FakeRunner:
         self.steps.append(step)
         for entry in step.entries:
             assert entry.num_new_tokens > 0
-            assert entry.start == entry.sequence.num_computed_tokens
+            assert entry.start == entry.sequence.num_computed_tokens - (1 if entry.idle else 0)
             for position in range(entry.start, entry.end):
                 self.kv[self._slot(entry.sequence, position)] = (entry.sequence.token_ids[position], position)
         sampled, rows = [], []
@@ -78,9 +78,6 @@ class FakeRunner:
         for row, token in enumerate(rows):
             logits[row, token] = 10.0
         return StepResult(sampled, logits, [])
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
 
 
 class Recorder:
@@ -179,7 +176,9 @@ class Bench:
     def check(self) -> None:
         """Everything that must hold between two steps."""
         running = self.scheduler.running
-        self.pool.check(sequence.block_table for sequence in running)
+        assert self.scheduler.limits.static or not self.scheduler.idle
+        assert running or not self.scheduler.idle, "a static group outlives its last sequence"
+        self.pool.check(sequence.block_table for sequence in running + self.scheduler.idle)
         assert len(running) <= self.scheduler.limits.max_batch_sequences
         assert all(not sequence.block_table for sequence in self.scheduler.policy)
         stats = self.ledger.snapshot(draining=False, alive=True)

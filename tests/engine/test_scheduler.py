@@ -68,6 +68,29 @@ def test_a_static_group_is_admitted_only_when_the_last_one_has_wholly_finished()
     assert groups[first_of_c] == {"c", "d"}
 
 
+def test_a_static_batch_keeps_its_shape_and_continuous_batching_does_not() -> None:
+    computed = {}
+    for static in (True, False):
+        bench = Bench(max_batch_sequences=2, static=static)
+        for name, tokens in (("short", 2), ("long", 12)):
+            bench.submit(request(name, max_tokens=tokens))
+        bench.run()
+        assert bench.outputs["long", 0].token_ids == expected(request("long", max_tokens=12))[0]
+        computed[static] = sum(step.num_tokens for step in bench.runner.steps)
+        assert sum(step.num_idle_tokens for step in bench.recorder.steps) == (10 if static else 0)
+    assert computed[True] == computed[False] + 10
+
+
+def test_who_leaves_a_static_batch_early_frees_its_row() -> None:
+    bench = Bench(max_batch_sequences=2, static=True)
+    for name in ("stays", "leaves"):
+        bench.submit(request(name, max_tokens=12))
+    bench.step()
+    bench.core.end("leaves", FinishReason.CANCELLED)
+    bench.run()
+    assert sum(step.num_idle_tokens for step in bench.recorder.steps) == 0
+
+
 def test_static_groups_are_filled_even_when_their_prompts_exceed_one_step() -> None:
     bench = Bench(num_blocks=64, max_batch_tokens=16, max_batch_sequences=3, static=True)
     for name in "abc":
@@ -328,7 +351,7 @@ def test_a_prompt_chunk_shrinks_to_the_step_target_but_never_to_nothing() -> Non
     bench.step()
     bench.submit(request("long", prompt_len=400, max_tokens=2))
     bench.step()
-    assert 35 <= scheduled(bench)["long"] <= 50
+    assert 30 <= scheduled(bench)["long"] <= 50
     object.__setattr__(bench.scheduler.limits, "target_step_s", 1e-6)
     bench.step()
     assert scheduled(bench)["long"] == MIN_CHUNK

@@ -177,11 +177,13 @@ class EngineCore:
         for sequence in schedule.preempted:
             self._ledger.stopped(self._owner[sequence.order].account, ended=False)
         for sequence in schedule.admitted:
+            self._ledger.started(self._owner[sequence.order].account)
+        for entry in schedule.entries:
+            sequence = entry.sequence
             if sequence.admitted_at is None:
                 sequence.admitted_at = now
                 # The choices of a request share its prompt: it counts once.
                 self._counters.prompt_tokens += 0 if sequence.index else sequence.num_prompt_tokens
-            self._ledger.started(self._owner[sequence.order].account)
 
     def _collect_prompt_logprobs(self, prompts: list[PromptLogits]) -> None:
         for prompt in prompts:
@@ -266,8 +268,7 @@ class EngineCore:
         """A sequence ends: seat and blocks are free, the client gets its last delta, the books are closed."""
         if sequence.status is SequenceStatus.RUNNING:
             self._ledger.stopped(live.account, ended=True)
-        self.scheduler.remove(sequence)
-        self._runner.forget(sequence)
+        self.scheduler.remove(sequence, abandoned=reason in _ABNORMAL)
         del self._owner[sequence.order]
         arrival, now = live.request.arrival, self._clock()
         output.finish_reason = reason
@@ -308,10 +309,11 @@ class EngineCore:
             schedule_s=scheduled - step.started,
             run_s=ran - scheduled,
             sample_s=done - ran,
-            num_sequences=len(schedule.entries),
+            num_sequences=len(schedule.entries) - schedule.num_idle_tokens,
             num_prefill_tokens=schedule.num_prefill_tokens,
             num_decode_tokens=schedule.num_decode_tokens,
             num_recomputed_tokens=schedule.num_recomputed_tokens,
+            num_idle_tokens=schedule.num_idle_tokens,
             num_sampled_tokens=len(result.sampled),
             num_preemptions=len(schedule.preempted),
             num_running=len(self.scheduler.running),

@@ -55,9 +55,6 @@ class Runner(Protocol):
 
     def run(self, step: Schedule) -> StepResult: ...
 
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence's block table is void: it was preempted or has ended."""
-
 
 class _BlockTables:
     """The running sequences' block tables as rows of one array, so that a step copies only what changed."""
@@ -116,6 +113,7 @@ class DecoderRunner:
         return StepResult(sampled, logits[: len(sampled)], prompts)
 
     def forget(self, sequence: Sequence) -> None:
+        """The sequence's block table is void: it was preempted or has ended."""
         self._tables.forget(sequence)
 
     def _flatten(self, step: Schedule, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, BatchLayout]:

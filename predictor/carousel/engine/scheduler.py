@@ -13,6 +13,10 @@ Rules, in the order in which :meth:`Scheduler.schedule` applies them:
    Admission takes the blocks of all known tokens at once and leaves one more for every running sequence; so whoever is
    (re)admitted computes its prompt and some tokens before a new preemption can happen, and preemption cannot thrash.
 3. A sequence whose next prompt block is being computed by a running one steps aside until it can share it.
+
+With ``static`` limits the same scheduler is the baseline it is measured against: a group is admitted only when the last
+one has wholly finished, and the batch keeps its shape until then, so rows whose sequences have ended go on computing
+(the "inactive requests" of Orca, and what ``generate`` of a padded batch does).
 """
 
 from __future__ import annotations
@@ -29,17 +33,25 @@ from carousel_kernels.layout import BLOCK_SIZE
 MAX_ASIDE = 64
 """Waiting sequences that one step looks past because their prefix is about to be there: bounds the step's cost."""
 
+ROW_GRAIN = 16
+"""Steps with prompts have a multiple of this many tokens where they can: matrix libraries prepare a kernel for each
+number of rows (oneDNN takes 0.4 ms for one), and tensor cores work on tiles of 16."""
+
 MIN_CHUNK = 16
 """Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence in a step: its tokens ``[start, start + num_new_tokens)`` are computed now."""
+    """A sequence in a step: its tokens ``[start, start + num_new_tokens)`` are computed now.
+
+    ``idle``: the sequence has ended, and its row is computed only because a static batch keeps its shape.
+    """
 
     sequence: Sequence
     start: int
     num_new_tokens: int
+    idle: bool = False
 
     @property
     def end(self) -> int:
@@ -48,7 +60,7 @@ class ScheduledSequence:
     @property
     def samples(self) -> bool:
         """Whether the last known token is among them, so that a next one comes out of this step."""
-        return self.end == self.sequence.num_tokens
+        return self.end == self.sequence.num_tokens and not self.idle
 
 
 @dataclass(slots=True)
@@ -61,11 +73,12 @@ class Schedule:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_idle_tokens: int = 0
     num_attended: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prefill_tokens + self.num_decode_tokens
+        return self.num_prefill_tokens + self.num_decode_tokens + self.num_idle_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,7 @@ class Scheduler:
         self.policy = policy
         self.cost_model = cost_model or StepCostModel()
         self.running: list[Sequence] = []
+        self.idle: list[Sequence] = []  # ended, but still part of a static batch
         self.cache_queries = 0
         self.cache_hits = 0
         self._on_blocks_lost = on_blocks_lost or (lambda sequence: None)
@@ -107,17 +121,26 @@ class Scheduler:
         self.policy.arrive(sequence)
         self.policy.push(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended, for whatever reason, wherever it stood. Its blocks are free at once."""
+    def remove(self, sequence: Sequence, *, abandoned: bool = False) -> None:
+        """A sequence has ended, wherever it stood. Its blocks are free at once.
+
+        Only in a static batch, unless it was ``abandoned``, do they stay until the group has wholly finished.
+        """
         if sequence.status is SequenceStatus.FINISHED:
             return
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-            self._release(sequence)
+            if self.limits.static and not abandoned:
+                self.idle.append(sequence)
+            else:
+                self._release(sequence)
         else:
             self.policy.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         self.policy.leave(sequence)
+        if not self.running:
+            while self.idle:
+                self._release(self.idle.pop())
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
@@ -154,6 +177,10 @@ class Scheduler:
         for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, step):
                 self._enter(step, sequence, 1)
+        for sequence in self.idle:
+            step.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens - 1, 1, idle=True))
+            step.num_idle_tokens += 1
+            step.num_attended += sequence.num_computed_tokens
         budget = self._prefill_budget(step)
         for sequence in self.running:
             if sequence.num_uncomputed_tokens > 1 and budget > 0:
@@ -168,6 +195,9 @@ class Scheduler:
             if blocks is not None:
                 sequence.block_table += blocks
                 break
+            if self.idle:
+                self._release(self.idle.pop())  # memory for the living before the shape of the batch
+                continue
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is sequence:
@@ -188,14 +218,14 @@ class Scheduler:
     def _prefill_budget(self, step: Schedule) -> int:
         """Prompt tokens that fit beside the decodes already in ``step``, by count and by predicted time."""
         limits = self.limits
-        budget = limits.max_batch_tokens - step.num_decode_tokens
+        budget = limits.max_batch_tokens - step.num_decode_tokens - step.num_idle_tokens
         if limits.target_step_s and step.num_decode_tokens:
             # The chunk most likely to run is the best running one's; its context makes the estimate.
             context = next((s.num_computed_tokens for s in self.running if s.num_uncomputed_tokens > 1), 0)
-            fits = self.cost_model.max_chunk(
-                limits.target_step_s, step.num_decode_tokens, step.num_attended, context, budget
-            )
+            fits = self.cost_model.max_chunk(limits.target_step_s, step.num_tokens, step.num_attended, context, budget)
             budget = min(budget, max(fits, MIN_CHUNK))
+        if budget >= 2 * ROW_GRAIN:
+            budget -= (step.num_tokens + budget) % ROW_GRAIN
         return budget
 
     def _enter(self, step: Schedule, sequence: Sequence, count: int) -> int:

@@ -17,7 +17,7 @@ class StepRecord:
     """One iteration of the engine. Times in seconds (``started``: ``time.monotonic``), counts in tokens or sequences.
 
     ``schedule_s``, ``run_s`` and ``sample_s`` are its parts; ``num_recomputed_tokens`` counts tokens that had been
-    computed before and were lost to a preemption.
+    computed before and were lost to a preemption; ``num_idle_tokens`` rows that a static batch computed for nothing.
     """
 
     index: int
@@ -34,6 +34,7 @@ class StepRecord:
     num_preemptions: int
     num_running: int
     num_waiting: int
+    num_idle_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
