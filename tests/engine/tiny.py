@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from unittest.mock import patch
 
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-import carousel.config
 from carousel.config import Settings
 from carousel.engine.engine import Engine
 from carousel.models.decoder import Decoder
@@ -18,9 +18,6 @@ from carousel.models.families import DecoderConfig, decoder_config
 from carousel.models.loader import LoadedModel
 from carousel.models.tokenizer import Tokenizer
 from carousel.models.weights import DictSource
-
-# A tiny model's blocks are tiny: pools of a few blocks, which make preemptions, lie below the smallest sensible size.
-carousel.config.MIN_KV_CACHE_BYTES = 1
 
 EOS = 256
 VOCAB = 320
@@ -109,7 +106,9 @@ def tiny_settings(**changes: object) -> Settings:
 def started_engine(**changes: object) -> Engine:
     """A running engine on the tiny model. Stop it."""
     engine = Engine(tiny_model(), tiny_settings(**changes))
-    engine.start()
+    # A tiny model's blocks are tiny: pools of a few of them, which make preemptions, are below the smallest setting.
+    with patch("carousel.config.MIN_KV_CACHE_BYTES", 1):
+        engine.start()
     return engine
 
 
