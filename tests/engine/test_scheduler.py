@@ -355,3 +355,17 @@ def test_a_prompt_chunk_shrinks_to_the_step_target_but_never_to_nothing() -> Non
     object.__setattr__(bench.scheduler.limits, "target_step_s", 1e-6)
     bench.step()
     assert scheduled(bench)["long"] == MIN_CHUNK
+
+
+def test_prompts_do_not_crawl_where_the_decodes_alone_miss_the_target() -> None:
+    bench = Bench(num_blocks=256, max_batch_tokens=512, max_batch_sequences=40)
+    object.__setattr__(bench.scheduler.limits, "target_step_s", 0.05)
+    for tokens in (1, 16, 64, 200) * 8:
+        bench.scheduler.cost_model.observe(tokens, tokens * 10, 0.1 + tokens * 0.001)
+    bench.scheduler.cost_model.observe = lambda *args: None  # type: ignore[method-assign]
+    bench.submit(request("decoding", max_tokens=60))
+    bench.step()
+    bench.submit(request("long", prompt_len=400, max_tokens=2))
+    bench.step()
+    # 101 ms without the prompt, 1.4 times as much with a chunk of it.
+    assert 30 <= scheduled(bench)["long"] <= 42

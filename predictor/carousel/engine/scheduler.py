@@ -37,6 +37,10 @@ ROW_GRAIN = 16
 """Steps with prompts have a multiple of this many tokens where they can: matrix libraries prepare a kernel for each
 number of rows (oneDNN takes 0.4 ms for one), and tensor cores work on tiles of 16."""
 
+MAX_STRETCH = 1.4
+"""Where the decodes alone take longer than the target, prompts may still stretch the step by this factor: streams feel
+it little, and prompts would otherwise crawl."""
+
 MIN_CHUNK = 16
 """Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
 
@@ -222,7 +226,9 @@ class Scheduler:
         if limits.target_step_s and step.num_decode_tokens:
             # The chunk most likely to run is the best running one's; its context makes the estimate.
             context = next((s.num_computed_tokens for s in self.running if s.num_uncomputed_tokens > 1), 0)
-            fits = self.cost_model.max_chunk(limits.target_step_s, step.num_tokens, step.num_attended, context, budget)
+            decodes_s = self.cost_model.predict(step.num_tokens, step.num_attended)
+            target_s = max(limits.target_step_s, MAX_STRETCH * decodes_s)
+            fits = self.cost_model.max_chunk(target_s, step.num_tokens, step.num_attended, context, budget)
             budget = min(budget, max(fits, MIN_CHUNK))
         if budget >= 2 * ROW_GRAIN:
             budget -= (step.num_tokens + budget) % ROW_GRAIN
