@@ -112,17 +112,26 @@ def read_body(body: object, known: Iterable[str], unsupported: Mapping[str, tupl
     """
     names = frozenset(known)
     values = read.read_object(body, "", names | unsupported.keys() | IGNORED.keys())
+    take_unsupported(values, unsupported)
+    for name in values.keys() & IGNORED.keys():
+        value = values.pop(name)[1]
+        if not isinstance(value, IGNORED[name]):
+            refuse(name, value, "an object" if IGNORED[name] is dict else "a string")
+    return values
+
+
+def take_unsupported(values: Values, unsupported: Mapping[str, tuple[object, ...]]) -> None:
+    """Take the fields that ``unsupported`` lists out of ``values``.
+
+    Raises:
+        InvalidRequest: one of them asks for something.
+    """
     for name in values.keys() & unsupported.keys():
         value = values.pop(name)[1]
         noops = unsupported[name]
         if not any(type(value) is type(noop) and value == noop for noop in noops):
             shown = " or ".join(repr(noop) for noop in noops)
             refuse(name, value, "nothing: not supported" + (f" (leave it out, or {shown})" if noops else ""))
-    for name in values.keys() & IGNORED.keys():
-        value = values.pop(name)[1]
-        if not isinstance(value, IGNORED[name]):
-            refuse(name, value, "an object" if IGNORED[name] is dict else "a string")
-    return values
 
 
 def read_stream(values: Values) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""What the route modules share: reading a JSON body, answering with JSON, and answering with a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from carousel.engine.request import Output
+from carousel.generation import submit_all
+from carousel.lifecycle import EngineLike
+from carousel.predictor import CarouselModel, check_json, make_context
+from carousel.protocols import sse
+from carousel.protocols.common import Call, Context, decode_body, json_bytes
+
+Events = Callable[[Any, Sequence[AsyncIterator[Output]]], AsyncIterator[bytes]]
+
+
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json_bytes(body), status, headers, media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events of a call. What the engine refuses is raised before anything is sent."""
+
+    def __init__(self, engine: EngineLike, call: Call, events: Events) -> None:
+        super().__init__(status_code=200, headers=sse.HEADERS, media_type=sse.MEDIA_TYPE)
+        del self.headers["content-length"]
+        self.engine, self.call, self.events = engine, call, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Submitting here and not in the handler leaves no moment in which a cancellation could lose the streams.
+        async with AsyncExitStack() as stack:
+            streams = await submit_all(stack, self.engine, self.call)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self.events(self.call, [aiter(stream) for stream in streams]):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def read_json(request: Request) -> object:
+    """The body, decoded.
+
+    Raises:
+        CarouselError: it is no JSON, too large, or declared as something else.
+    """
+    check_json(request.headers)
+    return decode_body(await request.body())
+
+
+class Handlers:
+    """The handlers of one protocol, around the one model that is served."""
+
+    def __init__(self, model: CarouselModel) -> None:
+        self.model = model
+        self.lifecycle = model.lifecycle
+
+    def context(self, request: Request) -> tuple[EngineLike, Context]:
+        """The engine and what the parsers need of it.
+
+        Raises:
+            EngineUnavailable: it is loading, draining or dead.
+        """
+        engine = self.lifecycle.require()
+        return engine, make_context(engine, self.model.name, request.headers)

@@ -1,0 +1,45 @@
+"""W3C trace context: taken from a request, put on its answer and on its log lines.
+
+A request without ``traceparent`` starts no trace: it has its request id.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A place in a trace: hexadecimal ids, as they stand in the header. ``parent_id`` is the caller's span."""
+
+    trace_id: str
+    parent_id: str
+    span_id: str
+    flags: str
+
+    @property
+    def traceparent(self) -> str:
+        """The header of an answer, or of a call made on this request's behalf."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
+
+
+#: The trace that the present request belongs to.
+current_trace: ContextVar[Trace | None] = ContextVar("carousel_trace", default=None)
+
+
+def accept(traceparent: str) -> Trace | None:
+    """A span of our own under the caller's; None for what is no valid ``traceparent``, as W3C wants it ignored."""
+    match = _TRACEPARENT.fullmatch(traceparent.strip())
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags, rest = match.groups()
+    # Version ff is forbidden, version 00 has nothing after the flags; a later version may.
+    if version == "ff" or (version == "00" and rest) or trace_id == _NO_TRACE or parent_id == _NO_SPAN:
+        return None
+    return Trace(trace_id, parent_id, secrets.token_hex(8), f"{int(flags, 16) & 1:02x}")
