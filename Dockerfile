@@ -7,6 +7,11 @@ ARG BASE=python:3.11-slim-bookworm
 # What the requirements are read from; a change of the sources leaves the layers with them alone.
 FROM ${BASE} AS requirements
 WORKDIR /src
+# For the operators of the CPU backend; builders only, nothing of it gets into the image.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml constraints.txt ./
 COPY scripts/make_env.py scripts/
 
@@ -14,7 +19,7 @@ FROM requirements AS builder-cpu
 # Further extras of pyproject.toml, by commas: s3,gcs
 ARG EXTRAS=""
 RUN --mount=type=cache,target=/root/.cache/pip python3 scripts/make_env.py --target deps --venv /opt/venv --torch cpu --extras "${EXTRAS}"
-COPY README.md LICENSE ./
+COPY setup.py README.md LICENSE ./
 COPY kernels kernels/
 COPY predictor predictor/
 RUN --mount=type=cache,target=/root/.cache/pip python3 scripts/make_env.py --target runtime --venv /opt/venv --torch cpu --extras "${EXTRAS}"
@@ -22,7 +27,7 @@ RUN --mount=type=cache,target=/root/.cache/pip python3 scripts/make_env.py --tar
 FROM requirements AS builder-cuda
 ARG EXTRAS="cuda"
 RUN --mount=type=cache,target=/root/.cache/pip python3 scripts/make_env.py --target deps --venv /opt/venv --torch cuda --extras "${EXTRAS}"
-COPY README.md LICENSE ./
+COPY setup.py README.md LICENSE ./
 COPY kernels kernels/
 COPY predictor predictor/
 RUN --mount=type=cache,target=/root/.cache/pip python3 scripts/make_env.py --target runtime --venv /opt/venv --torch cuda --extras "${EXTRAS}"

@@ -8,15 +8,15 @@ ENV := $(VENV)/.carousel-env
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test lint format bench bench-peers soak readme clean
+.PHONY: help env serve test lint format bench readme clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(ENV) ## Make .venv with all that serving, tests and checks need (again only when its inputs changed)
 
-$(ENV): pyproject.toml constraints.txt scripts/make_env.py
+$(ENV): pyproject.toml constraints.txt setup.py scripts/make_env.py $(wildcard kernels/carousel_kernels/cpu/native/*)
 	@$(PYTHON) scripts/make_env.py --venv $(VENV)
 
 serve: env ## Serve the demo model smollm2 on http://127.0.0.1:8080 (gRPC 8081); ARGS goes to `carousel serve`
@@ -42,9 +42,6 @@ format: env ## Format the code and mend what ruff can mend
 
 bench: env ## Measure throughput and latencies of the engine; ARGS goes to `carousel bench`
 	@exec $(BIN)/carousel bench $(ARGS)
-
-bench-peers: env ## Measure beside other engines, taking turns; ARGS goes to scripts/bench_peers.py
-	@exec $(BIN)/python scripts/bench_peers.py $(ARGS)
 
 readme: env ## Refresh the settings table of README.md from carousel.config
 	@$(BIN)/python scripts/readme.py

@@ -21,6 +21,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NATIVE = "kernels/carousel_kernels/cpu/native"
 STAMP = ".carousel-env"  # in the environment; what it was made from
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own CPU builds: 0.2 GB instead of 3
 PROBE_SECONDS = 3.0
@@ -84,10 +85,12 @@ def check_interpreter() -> None:
 def make(venv: Path, target: str, extras: list[str], torch: str) -> bool:
     """Bring the environment to its target; False if it was there already."""
     wanted = fingerprint(target, extras, torch)
+    library = library_fingerprint() if target == "dev" else ""
     stamp = venv / STAMP
     python = venv / "bin" / "python"
-    current = stamp.exists() and stamp.read_text("utf-8") == wanted and works(python)
-    if current and target != "runtime":
+    found = stamp.read_text("utf-8").splitlines() if stamp.exists() and works(python) else []
+    current = found[:1] == [wanted]
+    if current and target != "runtime" and found[1:] == [library]:
         stamp.touch()  # make compares times
         return False
     if not current:
@@ -97,7 +100,7 @@ def make(venv: Path, target: str, extras: list[str], torch: str) -> bool:
         shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what an earlier build left there
         install(python, ["--no-deps", "--no-build-isolation", *where], "Carousel", constrained=False)
         shutil.rmtree(ROOT / "build", ignore_errors=True)
-    stamp.write_text(wanted, "utf-8")
+    stamp.write_text(f"{wanted}\n{library}\n", "utf-8")
     return True
 
 
@@ -121,11 +124,19 @@ def install_requirements(venv: Path, python: Path, extras: list[str], torch: str
 
 
 def fingerprint(target: str, extras: list[str], torch: str) -> str:
-    """What an environment is made from, as text; another one means that it must be brought up to date."""
+    """What an environment is made from, as a line; another one means that it must be brought up to date."""
     digest = hashlib.sha256()
     for name in ("pyproject.toml", "constraints.txt", "scripts/make_env.py"):
         digest.update((ROOT / name).read_bytes())
-    return f"{digest.hexdigest()} {target} {','.join(extras)} {torch} {platform.python_version()} {ROOT}\n"
+    return f"{digest.hexdigest()} {target} {','.join(extras)} {torch} {platform.python_version()} {ROOT}"
+
+
+def library_fingerprint() -> str:
+    """What the compiled library is made from, as a line; another one means that Carousel must be installed again."""
+    digest = hashlib.sha256()
+    for path in [ROOT / "setup.py", *sorted((ROOT / NATIVE).iterdir())]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def works(python: Path) -> bool:

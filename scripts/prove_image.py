@@ -129,6 +129,9 @@ def perform(steps: list[Instruction], context: Path, folder: Path, venv: Path) -
                 _copy(context / source, folder / target)
         else:
             words = command_of(re.sub(r"\$\{(\w+)\}", lambda match: variables[match[1]], item.arguments))
+            if words[0] == "apt-get":
+                print(f"Dockerfile:{item.line}: left out, as it changes the system: {shlex.join(words)}", flush=True)
+                continue
             words = [str(venv) if word == IMAGE_VENV else word for word in words]
             print(f"Dockerfile:{item.line}: {shlex.join(words)}", flush=True)
             subprocess.run(words, cwd=folder, check=True)
@@ -165,6 +168,9 @@ def check(venv: Path, elsewhere: Path) -> None:
     assert superfluous == "[]", f"only tests need these: {superfluous}"
     left = [path for pattern in ("*.whl", "*.egg-info") for path in venv.rglob(pattern)]
     assert not left, f"left over: {left[:5]}"
+    code = "from carousel_kernels.cpu import native; print(native.available())"
+    compiled = run("python", "-c", code).strip()
+    assert compiled == "True" or not shutil.which("cc"), "there is a C compiler, but the compiled operators do not load"
     typed = [
         path.parent.name for path in venv.rglob("py.typed") if path.parent.name in {"carousel", "carousel_kernels"}
     ]

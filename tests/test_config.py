@@ -189,10 +189,20 @@ class TestReading:
         assert notice.startswith(words[0].partition("=")[0])
         assert "is ignored" in notice
 
-    def test_tls_flags_are_refused_because_ignoring_them_would_serve_plain_text(self) -> None:
-        messages = problems("--ssl_certfile", "/c.pem", "--ssl_keyfile=/k.pem")
-        assert [message.partition(":")[0] for message in messages] == ["--ssl_certfile", "--ssl_keyfile"]
-        assert all("plain HTTP" in message for message in messages)
+    def test_tls_flags_of_kserve_are_taken_and_half_of_them_is_refused(self, tmp_path: Path) -> None:
+        for name in ("c.pem", "k.pem"):
+            (tmp_path / name).touch()
+        words = ["--ssl_certfile", str(tmp_path / "c.pem"), f"--ssl_keyfile={tmp_path / 'k.pem'}"]
+        settings = load_settings(words, {})
+        assert (settings.tls_certificate, settings.tls_key) == (str(tmp_path / "c.pem"), str(tmp_path / "k.pem"))
+        (message,) = problems(*words[:2])
+        assert message == "--tls-certificate without --tls-key: TLS needs both"
+        (message,) = problems("--tls-client-ca", str(tmp_path / "c.pem"))
+        assert "TLS is off" in message
+
+    @pytest.mark.parametrize("flag", ["--api-keys", "--tls-client-ca"])
+    def test_files_that_are_not_there_are_named(self, flag: str) -> None:
+        assert any(f"{flag} / CAROUSEL_" in line and "'/nowhere/x'" in line for line in problems(flag, "/nowhere/x"))
 
     def test_service_links_of_kubernetes_are_no_settings(self) -> None:
         links = {

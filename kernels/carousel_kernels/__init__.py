@@ -1,9 +1,9 @@
 """Tensor operators of a decoder with a paged KV cache, usable without the engine; they need nothing but torch.
 
 Every operator runs on the backend of its tensors' device: ``cpu`` for CPU tensors, ``reference`` for all others.
-``use_backend`` overrides the choice. Operators check no arguments: shapes and dtypes are the caller's duty, documented
-with each one. Names of dimensions: T tokens of the step, H hidden size, Hq / Hkv query / KV heads, D head size,
-N blocks of the cache, R rows of logits, V vocabulary size.
+``use_backend`` overrides the choice; ``cpu-torch`` is the CPU backend without its compiled operators. Operators check
+no arguments: shapes and dtypes are the caller's duty, documented with each one. Names of dimensions: T tokens of the
+step, H hidden size, Hq / Hkv query / KV heads, D head size, N blocks of the cache, R rows of logits, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from . import cpu, reference
+from .cpu import fallback
 from .layout import BLOCK_SIZE, BatchLayout
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "prepare_linear",
     "rms_norm",
     "rope_",
+    "rope_write_kv",
     "sample",
     "silu_mul",
     "use_backend",
@@ -45,6 +47,17 @@ class _Backend(Protocol):
     def rope_(self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None: ...
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None: ...
+    def rope_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
     ) -> None: ...
     def paged_attention(
         self,
@@ -77,7 +90,7 @@ class _Backend(Protocol):
     ) -> torch.Tensor: ...
 
 
-_BACKENDS: dict[str, _Backend] = {"reference": reference, "cpu": cpu}
+_BACKENDS: dict[str, _Backend] = {"reference": reference, "cpu": cpu, "cpu-torch": fallback}
 _forced: _Backend | None = None
 
 
@@ -137,6 +150,20 @@ def write_kv(
 ) -> None:
     """Write k and v [T, Hkv, D] into the caches [N, 16, Hkv, D] at slots int64 [T] = block * 16 + offset, distinct."""
     _backend(k).write_kv(k, v, k_cache, v_cache, slots)
+
+
+def rope_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """``rope_`` followed by ``write_kv``, for layers that have both. What is in k afterwards is not specified."""
+    _backend(q).rope_write_kv(q, k, v, cos_sin, positions, k_cache, v_cache, slots)
 
 
 def paged_attention(

@@ -21,6 +21,7 @@ __all__ = [
     "prepare_linear",
     "rms_norm",
     "rope_",
+    "rope_write_kv",
     "sample",
     "silu_mul",
     "write_kv",
@@ -63,6 +64,20 @@ def write_kv(
     block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     k_cache[block, offset] = k.to(k_cache.dtype)
     v_cache[block, offset] = v.to(v_cache.dtype)
+
+
+def rope_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    rope_(q, k, cos_sin, positions)
+    write_kv(k, v, k_cache, v_cache, slots)
 
 
 def paged_attention(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -17,6 +18,7 @@ from carousel.predictor import CarouselModel, check_json, make_context
 from carousel.protocols import sse
 from carousel.protocols.common import Call, Context, decode_body, json_bytes
 
+Parsed = TypeVar("Parsed")
 Events = Callable[[Any, Sequence[AsyncIterator[Output]]], AsyncIterator[bytes]]
 
 
@@ -42,6 +44,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+LARGE_BODY = 32 * 2**10
+"""Bytes from which a body is parsed on a thread: below, the hand-over costs more than the work."""
+
+
 async def read_json(request: Request) -> object:
     """The body, decoded.
 
@@ -49,7 +55,15 @@ async def read_json(request: Request) -> object:
         CarouselError: it is no JSON, too large, or declared as something else.
     """
     check_json(request.headers)
-    return decode_body(await request.body())
+    raw = await request.body()
+    return decode_body(raw) if len(raw) < LARGE_BODY else await asyncio.to_thread(decode_body, raw)
+
+
+async def parse(request: Request, parser: Callable[..., Parsed], *args: Any, **kwargs: Any) -> Parsed:
+    """``parser(*args, **kwargs)``; on a thread for a large body, so that other clients' streams flow on meanwhile."""
+    if len(await request.body()) < LARGE_BODY:
+        return parser(*args, **kwargs)
+    return await asyncio.to_thread(parser, *args, **kwargs)
 
 
 class Handlers:

@@ -36,7 +36,7 @@ _ALLOWED = (
 )
 # Machines that poll these have no keys: probes, scrapers, load balancers.
 _OPEN_ROUTE = re.compile(
-    r"/|/livez|/readyz|/startupz|/healthz|/health|/metrics|/v2/health/(?:live|ready)"
+    r"/|/livez|/readyz|/startupz|/healthz|/health|/load|/metrics|/v2/health/(?:live|ready)"
     r"|/v2/models/[^/]+(?:/versions/[^/]+)?/ready"
 )
 _OPEN_METHODS = frozenset({"ServerLive", "ServerReady", "ModelReady"})

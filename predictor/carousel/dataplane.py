@@ -12,7 +12,16 @@ from carousel.lifecycle import Lifecycle
 from carousel.predictor import MODEL_VERSION
 from carousel.telemetry.metrics import versions
 
-EXTENSIONS = ("model_repository_extension", "binary_tensor_data", "generate")
+EXTENSIONS = (
+    "model_repository",
+    "model_repository_extension",
+    "binary_tensor_data",
+    "model_configuration",
+    "parameters",
+    "generate",
+)
+PLATFORM = "carousel"
+_TRITON_TYPES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL"}  # the others are TYPE_ and their name
 
 
 class CarouselDataPlane(DataPlane):
@@ -44,13 +53,38 @@ class CarouselDataPlane(DataPlane):
         Raises:
             ModelNotFound: for a name that is not registered.
         """
-        model = self.model_registry.get_model(model_name)
-        if model is None:
-            raise ModelNotFound(model_name)
+        model = self._model(model_name)
         return {
             "name": model_name,
             "versions": [MODEL_VERSION],
-            "platform": "carousel",
+            "platform": PLATFORM,
             "inputs": model.get_input_types(),
             "outputs": model.get_output_types(),
         }
+
+    def model_config(self, model_name: str) -> dict[str, Any]:
+        """What Triton's model configuration extension says of a model; ``dims`` are whole shapes.
+
+        Raises:
+            ModelNotFound: for a name that is not registered.
+        """
+        model = self._model(model_name)
+        return {
+            "name": model_name,
+            "platform": PLATFORM,
+            "backend": PLATFORM,
+            "max_batch_size": 0,
+            "input": [_triton_tensor(item) for item in model.get_input_types()],
+            "output": [_triton_tensor(item) for item in model.get_output_types()],
+        }
+
+    def _model(self, name: str) -> Any:
+        model = self.model_registry.get_model(name)
+        if model is None:
+            raise ModelNotFound(name)
+        return model
+
+
+def _triton_tensor(tensor: dict[str, Any]) -> dict[str, Any]:
+    kind = _TRITON_TYPES.get(tensor["datatype"], f"TYPE_{tensor['datatype']}")
+    return {"name": tensor["name"], "data_type": kind, "dims": tensor["shape"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -36,23 +36,19 @@ class KeyCheck(aio.ServerInterceptor):
             # Set in the call's own task, whose context ends with it.
             current_tenant.set(self._keys.check(metadata).tenant)
 
-        async def single(request: Any, context: Any) -> Any:
+        async def call(request: Any, context: Any) -> Any:
             admit(context)
+            # What answers with a stream writes to its context: it is a coroutine, too.
             return await inner(request, context)
-
-        async def several(request: Any, context: Any) -> AsyncIterator[Any]:
-            admit(context)
-            async for response in inner(request, context):
-                yield response
 
         coders = handler.request_deserializer, handler.response_serializer
         if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(several, *coders)
+            return grpc.stream_stream_rpc_method_handler(call, *coders)
         if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(single, *coders)
+            return grpc.stream_unary_rpc_method_handler(call, *coders)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(several, *coders)
-        return grpc.unary_unary_rpc_method_handler(single, *coders)
+            return grpc.unary_stream_rpc_method_handler(call, *coders)
+        return grpc.unary_unary_rpc_method_handler(call, *coders)
 
 
 def _behaviour(handler: grpc.RpcMethodHandler) -> Any:

@@ -1,30 +1,40 @@
 """V2 over gRPC: KServe's servicer with honest errors, ids, parameters and health, on a server that drains.
 
 A client that cancels, disconnects or passes its deadline cancels the handler's task (grpc.aio does that), and with it
-the running requests.
+the running requests. A call's deadline is also the timeout of its requests, which therefore end as ``timeout``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
 from kserve.errors import ModelNotReady
-from kserve.protocol.dataplane import DataPlane
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc import grpc_predict_v2_pb2_grpc as pb_grpc
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
-from carousel.engine.errors import EngineUnavailable
+from carousel.auth import ApiKeys
+from carousel.engine.errors import InvalidRequest
+from carousel.generation import call_deadline
+from carousel.grpc_auth import KeyCheck
+from carousel.grpc_health import INFERENCE_SERVICE, Health
+from carousel.grpc_messages import ConfigRequest, IndexRequest, IndexResponse, config_response, decode
+from carousel.grpc_stream import StreamInfer
 from carousel.http_errors import describe_any
+from carousel.lifecycle import State
 from carousel.middleware import access_logger, clean_request_id
-from carousel.predictor import CarouselModel, check_model
+from carousel.predictor import MODEL_VERSION, CarouselModel, check_model
+from carousel.telemetry import tracing
 from carousel.telemetry.logs import current_request_id
+from carousel.telemetry.notes import Notes, open_notes
 from carousel.tensors import request_from_grpc
 
 if TYPE_CHECKING:
@@ -35,14 +45,25 @@ logger = logging.getLogger("carousel.grpc")
 UNLOAD_REFUSED = "unloading over the API is switched off; --allow-unload switches it on"
 
 
+# The encoding of a deadline rounds up by as much as 1 %, so the client gives up before the server's clock says so.
+_DEADLINE_SHARE, _DEADLINE_MARGIN_S = 0.99, 0.005
+_LONGEST_DEADLINE_S = 1e8
+
+
 class Servicer(InferenceServicer):
-    """KServe's V2 service for one model."""
+    """KServe's V2 service for one model, and the methods of Triton's that KServe's lacks.
+
+    Attributes:
+        closing: set when the server ends, after the engine; streams that are still open end then.
+    """
 
     def __init__(
         self, data_plane: CarouselDataPlane, repository: ModelRepositoryExtension, model: CarouselModel, unload: bool
     ) -> None:
         super().__init__(data_plane, repository)
-        self._plane: DataPlane = data_plane
+        self._plane = data_plane
+        self.closing = asyncio.Event()
+        self.health = Health(model.lifecycle, model.name, self.closing)
         self._model = model
         self._allow_unload = unload
 
@@ -63,11 +84,46 @@ class Servicer(InferenceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         check_model(request.model_name, request.model_version, self._model.name)
         infer_request = request_from_grpc(request)
-        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        headers["x-request-id"] = current_request_id.get()
-        response, _ = await self._plane.infer(model_name=request.model_name, request=infer_request, headers=headers)
+        response, _ = await self._plane.infer(
+            model_name=request.model_name, request=infer_request, headers=_headers(context)
+        )
         message: pb.ModelInferResponse = response.to_grpc()
         return message
+
+    async def ModelStreamInfer(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        await StreamInfer(self._model, _headers(context), context.write, self.closing).run(messages)
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:
+        check_model(request.name, request.version, self._model.name)
+        return config_response(self._plane.model_config(request.name), decoupled=True)
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        if request.repository_name:
+            raise InvalidRequest("repository_name", request.repository_name, "nothing: there is one repository")
+        lifecycle = self._model.lifecycle
+        if request.ready and not lifecycle.ready:
+            return IndexResponse()
+        state = {State.READY: "READY", State.LOADING: "LOADING", State.DRAINING: "UNLOADING"}
+        entry = {
+            "name": self._model.name,
+            "version": MODEL_VERSION,
+            "state": state.get(lifecycle.state, "UNAVAILABLE"),
+            "reason": lifecycle.failure or "",
+        }
+        return IndexResponse(models=[entry])
+
+    def triton_handlers(self) -> grpc.GenericRpcHandler:
+        """The methods that KServe's registration does not know."""
+
+        def unary(behaviour: Any, kind: Any) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(behaviour, kind.FromString, _serialize)
+
+        methods = {
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self.ModelStreamInfer, None, _serialize),
+            "ModelConfig": unary(self.ModelConfig, ConfigRequest),
+            "RepositoryIndex": unary(self.RepositoryIndex, IndexRequest),
+        }
+        return grpc.method_handlers_generic_handler(INFERENCE_SERVICE, methods)
 
     def _check_repository_name(self, request: Any) -> None:
         # Triton's clients write the name into field 2, which KServe's copy of the protocol does not have.
@@ -91,6 +147,18 @@ class Servicer(InferenceServicer):
         return pb.RepositoryModelUnloadResponse(model_name=request.model_name, isUnloaded=True)
 
 
+def _serialize(message: Any) -> bytes:
+    serialized: bytes = message.SerializeToString()
+    return serialized
+
+
+def _headers(context: Any) -> dict[str, str]:
+    """The call's metadata as the protocols read headers, with the request id that the answer carries."""
+    headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    headers["x-request-id"] = current_request_id.get()
+    return headers
+
+
 class ErrorsAndLog(aio.ServerInterceptor):
     """Gives every exception its status code and ``retry-after``, every call a request id and a line in the log."""
 
@@ -100,51 +168,105 @@ class ErrorsAndLog(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return handler
-        inner, method = handler.unary_unary, handler_call_details.method
+        method = handler_call_details.method
+        if handler is None:
+            return None
+        coder = handler.response_serializer
+        if handler.unary_unary is not None or handler.unary_stream is not None:
+            inner, parse = handler.unary_unary or handler.unary_stream, handler.request_deserializer
 
-        async def call(request: Any, context: Any) -> Any:
-            return await _answer(inner, method, request, context)
+            async def call(raw: bytes, context: Any) -> Any:
+                return await _answer(lambda: inner(_parse(parse, raw), context), method, context)
 
-        return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+            # Bytes that are no message must get an answer of ours: gRPC's own would be INTERNAL.
+            if handler.unary_unary is not None:
+                return grpc.unary_unary_rpc_method_handler(call, None, coder)
+            return grpc.unary_stream_rpc_method_handler(call, None, coder)
+        if handler.stream_stream is not None:
+
+            async def stream(messages: AsyncIterator[bytes], context: Any) -> None:
+                await _answer(lambda: handler.stream_stream(messages, context), method, context)
+
+            return grpc.stream_stream_rpc_method_handler(stream, handler.request_deserializer, coder)
+        return handler
 
 
-async def _answer(inner: Callable[[Any, Any], Awaitable[Any]], method: str, request: Any, context: Any) -> Any:
+def _parse(from_string: Any, raw: bytes) -> Any:
+    return raw if from_string is None else decode(from_string.__self__, raw)
+
+
+def _deadline(context: Any) -> float | None:
+    """When the call's requests must end for their answer to be in time, on the monotonic clock; None: never."""
+    remaining = context.time_remaining()
+    if remaining is None or remaining > _LONGEST_DEADLINE_S:
+        return None
+    left: float = remaining * _DEADLINE_SHARE - _DEADLINE_MARGIN_S
+    return time.monotonic() + left
+
+
+async def _answer(inner: Callable[[], Awaitable[Any]], method: str, context: Any) -> Any:
     started = time.perf_counter()
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     request_id = clean_request_id(metadata.get("x-request-id", ""))
-    token = current_request_id.set(request_id)
-    await context.send_initial_metadata((("x-request-id", request_id),))
+    trace = tracing.accept(metadata.get("traceparent", ""))
+    # This task serves one call: nothing has to be put back.
+    current_request_id.set(request_id)
+    tracing.current_trace.set(trace)
+    call_deadline.set(_deadline(context))
+    initial = [("x-request-id", request_id)]
+    if trace is not None:
+        initial.append(("traceparent", trace.traceparent))
+    await context.send_initial_metadata(tuple(initial))
     code = "CANCELLED"  # what a call that never gets to say anything else was
-    try:
-        response = await inner(request, context)
-        code = "OK"
-        return response
-    except aio.AbortError:
-        code = getattr(context.code(), "name", str(context.code()))
-        raise
-    except Exception as error:
-        info = describe_any(error)
-        code = info.grpc_code
-        if info.status >= 500 and not isinstance(error, (EngineUnavailable, ModelNotReady)):
-            logger.exception("%s failed", method)
-        trailing = tuple((name.lower(), value) for name, value in info.headers.items())
-        await context.abort(grpc.StatusCode[code], info.message, trailing)
-    finally:
-        _log(method, code, started, request_id)
-        current_request_id.reset(token)
+    with open_notes() as notes:
+        try:
+            response = await inner()
+            code = "OK"
+            return response
+        except asyncio.CancelledError:
+            await notes.settle()  # the line shall say what became of the requests
+            raise
+        except aio.AbortError:
+            code = getattr(context.code(), "name", str(context.code()))
+            raise
+        except Exception as error:
+            info = describe_any(error)
+            code = info.grpc_code
+            if code == "INTERNAL":
+                logger.exception("%s failed", method)
+            trailing = tuple((name.lower(), value) for name, value in info.headers.items())
+            await context.abort(grpc.StatusCode[code], info.message, trailing)
+        finally:
+            _log(method, code, started, notes)
 
 
-def _log(method: str, code: str, started: float, request_id: str) -> None:
+def _log(method: str, code: str, started: float, notes: Notes) -> None:
     level = logging.DEBUG if code == "OK" and not method.endswith("Infer") else logging.INFO
+    if not access_logger.isEnabledFor(level):
+        return
     took_ms = round((time.perf_counter() - started) * 1000, 1)
-    fields = {"method": method, "status": code, "duration_ms": took_ms}
-    access_logger.log(level, "%s %s in %.1f ms", method, code, took_ms, extra={"fields": fields})
+    fields = {"method": method, "status": code, "duration_ms": took_ms, **notes.fields()}
+    access_logger.log(level, "%s %s in %.1f ms%s", method, code, took_ms, notes.summary(), extra={"fields": fields})
 
 
-def make_server(servicer: Servicer, host: str, port: int, max_message_bytes: int) -> tuple[aio.Server, int]:
+def make_server(
+    servicer: Servicer,
+    host: str,
+    port: int,
+    max_message_bytes: int,
+    *,
+    keys: ApiKeys | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+) -> tuple[aio.Server, int]:
     """A gRPC server, bound and not yet started.
+
+    Args:
+        servicer: V2.
+        host: to listen on.
+        port: to listen on.
+        max_message_bytes: a longer request is refused.
+        keys: the API keys in force; None lets everybody in.
+        credentials: TLS; None serves in the clear.
 
     Returns:
         the server and the port it is bound to (``port`` itself, or what the system chose for 0).
@@ -153,17 +275,22 @@ def make_server(servicer: Servicer, host: str, port: int, max_message_bytes: int
         OSError: when the port cannot be had.
     """
     server = aio.server(
-        interceptors=(ErrorsAndLog(),),
+        interceptors=(ErrorsAndLog(),) if keys is None else (ErrorsAndLog(), KeyCheck(keys)),
         options=[
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
         ],
     )
+    server.add_generic_rpc_handlers((servicer.triton_handlers(),))
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
     address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address} for gRPC: {error}") from None
     if not bound:

@@ -18,7 +18,9 @@ from carousel.protocols.errors import ErrorInfo, describe, openai_error_body, re
 
 logger = logging.getLogger("carousel.http")
 
-_OPENAI_PREFIXES = ("/openai/", "/v1/chat/", "/v1/completions")
+_OPENAI_PREFIXES = (
+    "/openai/", "/v1/chat/", "/v1/completions", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
+)  # fmt: skip
 _BY_STATUS = {
     400: ("INVALID_ARGUMENT", "invalid_request_error"),
     401: ("UNAUTHENTICATED", "authentication_error"),

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request ids, body limit, one log line a request, and clients that go away.
+"""The outermost ASGI layer: API keys, request ids and traces, body limit, the log, and clients that go away.
 
 A client that disconnects cancels the task that serves it. Every handler holds its running requests in
 ``async with engine.submit(...)``, so the cancellation frees their sequences, whatever the protocol and wherever the
@@ -16,9 +16,12 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
+from carousel.auth import ApiKeys, current_tenant, is_open_route
 from carousel.http_errors import error_response
-from carousel.protocols.errors import BodyTooLarge
+from carousel.protocols.errors import AuthenticationFailed, BodyTooLarge, BodyTooSlow
+from carousel.telemetry import tracing
 from carousel.telemetry.logs import current_request_id
+from carousel.telemetry.notes import Notes, open_notes
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -32,7 +35,8 @@ logger = logging.getLogger("carousel.http")
 MAX_REQUEST_ID = 128
 #: Status in the log of a request whose client left; nothing was sent.
 CLIENT_LEFT = 499
-_PROBES = ("/livez", "/readyz", "/metrics", "/v2/health/", "/healthz")
+_PROBES = ("/livez", "/readyz", "/startupz", "/metrics", "/v2/health/", "/health", "/load")
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 def clean_request_id(given: str) -> str:
@@ -53,13 +57,25 @@ class RequestLayer:
     Args:
         app: what serves the requests.
         max_body_bytes: a longer body is answered with 413 and read no further.
+        read_seconds: a body that takes longer to arrive is answered with 408.
         draining: while true, connections are closed after their response, so that clients turn to another pod.
+        keys: the API keys in force; None lets everybody in.
     """
 
-    def __init__(self, app: App, *, max_body_bytes: int, draining: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        max_body_bytes: int,
+        read_seconds: float = 60.0,
+        draining: Callable[[], bool] = lambda: False,
+        keys: ApiKeys | None = None,
+    ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
+        self.read_seconds = read_seconds
         self.draining = draining
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,6 +90,7 @@ class _Exchange:
     def __init__(self, layer: RequestLayer, scope: Scope, receive: Receive, send: Send) -> None:
         self.layer, self._receive, self._send = layer, receive, send
         self.started = time.perf_counter()
+        self.read_until = asyncio.get_running_loop().time() + layer.read_seconds
         self.status = 0
         self.sent_bytes = 0
         self.body_bytes = 0
@@ -82,14 +99,21 @@ class _Exchange:
         self.gone = asyncio.Event()
         self.watcher: asyncio.Task[None] | None = None
         self.task = asyncio.current_task()
-        given, length, headers = "", "0", []
+        self.shown: dict[str, str] = {}
+        given, length, traceparent, headers = "", "0", "", []
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 given = value.decode("latin-1")
                 continue
+            if name in _KEY_HEADERS:  # nobody further in has a use for them
+                self.shown[name.decode()] = value.decode("latin-1")
+                continue
             if name == b"content-length":
                 length = value.decode("latin-1")
+            elif name == b"traceparent":
+                traceparent = value.decode("latin-1")
             headers.append((name, value))
+        self.trace = tracing.accept(traceparent)
         self.too_large = length.isdigit() and int(length) > layer.max_body_bytes
         self.request_id = clean_request_id(given)
         # Whoever handles the request finds the id that the answer will carry, KServe's own handlers included.
@@ -97,19 +121,34 @@ class _Exchange:
         self.scope = {**scope, "headers": headers}
 
     async def run(self) -> None:
-        token = current_request_id.set(self.request_id)
+        token, span = current_request_id.set(self.request_id), tracing.current_trace.set(self.trace)
         try:
-            await self._guarded()
+            with open_notes() as notes:
+                try:
+                    await self._guarded()
+                    if self.status == CLIENT_LEFT:
+                        await notes.settle()
+                finally:
+                    if self.watcher is not None:
+                        self.watcher.cancel()
+                    self._log(notes)
         finally:
-            if self.watcher is not None:
-                self.watcher.cancel()
-            self._log()
+            tracing.current_trace.reset(span)
             current_request_id.reset(token)
+
+    def _admit(self) -> None:
+        """Look at the key, before anything of the body is read."""
+        keys = self.layer.keys
+        if keys is None or is_open_route(self.scope["method"], self.scope["path"]):
+            return
+        # Set even when it is None: a task may inherit the context of the connection's request before.
+        current_tenant.set(keys.check(self.shown).tenant)
 
     async def _guarded(self) -> None:
         try:
             if self.too_large:
                 raise BodyTooLarge(self.layer.max_body_bytes)
+            self._admit()
             await self.layer.app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
             if not self.gone.is_set() or self.task is None:
@@ -122,7 +161,7 @@ class _Exchange:
             if self.status:  # the response has begun: all that is left is to cut it off
                 logger.exception("failed while answering %s", self.scope["path"])
                 raise
-            if not isinstance(error, BodyTooLarge):
+            if not isinstance(error, (AuthenticationFailed, BodyTooLarge, BodyTooSlow)):
                 logger.exception("failed to answer %s", self.scope["path"])
             await error_response(self.scope["path"], error)(self.scope, self.receive, self.send)
 
@@ -130,7 +169,7 @@ class _Exchange:
         if self.body_read:
             await self.gone.wait()
             return {"type": "http.disconnect"}
-        message = await self._receive()
+        message = await self._receive_in_time()
         if message["type"] == "http.disconnect":
             self.gone.set()
             return message
@@ -141,6 +180,14 @@ class _Exchange:
             self.body_read = True
             self.watcher = asyncio.create_task(self._watch())
         return message
+
+    async def _receive_in_time(self) -> Message:
+        """The next piece of the body. A body that trickles must not hold its request for ever."""
+        try:
+            async with asyncio.timeout_at(self.read_until):
+                return await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow(self.layer.read_seconds) from None
 
     async def _watch(self) -> None:
         """After the body, the only thing a client can say over HTTP/1.1 is that it left."""
@@ -153,7 +200,9 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode("latin-1"))]
-            if self.status == 413 or (self.layer.draining() and self.scope["method"] != "GET"):
+            if self.trace is not None:
+                headers.append((b"traceparent", self.trace.traceparent.encode()))
+            if self.status in (408, 413) or (self.layer.draining() and self.scope["method"] != "GET"):
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         elif message["type"] == "http.response.body":
@@ -162,7 +211,7 @@ class _Exchange:
             self.answered = not message.get("more_body", False)
         await self._send(message)
 
-    def _log(self) -> None:
+    def _log(self, notes: Notes) -> None:
         path = self.scope["path"]
         level = logging.DEBUG if is_probe(path) else logging.INFO
         if not access_logger.isEnabledFor(level):
@@ -171,11 +220,12 @@ class _Exchange:
         client = self.scope.get("client") or ("", 0)
         access_logger.log(
             level,
-            "%s %s %d in %.1f ms",
+            "%s %s %d in %.1f ms%s",
             self.scope["method"],
             path,
             self.status,
             took_ms,
+            notes.summary(),
             extra={
                 "fields": {
                     "method": self.scope["method"],
@@ -185,6 +235,7 @@ class _Exchange:
                     "request_bytes": self.body_bytes,
                     "response_bytes": self.sent_bytes,
                     "client": client[0],
+                    **notes.fields(),
                 }
             },
         )

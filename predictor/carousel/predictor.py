@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from kserve import InferRequest, InferResponse, Model
 
 from carousel import tensors
+from carousel.auth import TENANT_HEADER, current_tenant
 from carousel.generation import run_all
 from carousel.lifecycle import EngineLike, Lifecycle
 from carousel.protocols import v1, v2
@@ -19,6 +21,15 @@ logger = logging.getLogger("carousel.predictor")
 
 #: One model, one version; KServe requires none, Triton's clients may ask for it.
 MODEL_VERSION = "1"
+
+
+LARGE_TENSORS = 4096
+"""Elements or bytes of a V2 request from which it is parsed on a thread."""
+
+MANY_INSTANCES = 64
+"""Instances or messages of a V1 body from which it is parsed on a thread."""
+
+Parsed = TypeVar("Parsed")
 
 
 def check_model(name: str, version: str | None, served: str) -> None:
@@ -39,6 +50,9 @@ def check_json(headers: Mapping[str, str], also: tuple[str, ...] = ()) -> None:
     Raises:
         UnsupportedMediaType: with what was declared.
     """
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(encoding, "content-encoding", "identity (bodies are not compressed)")
     declared = headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind and kind not in ("application/json", "text/json", *also) and not kind.endswith("+json"):
@@ -47,14 +61,33 @@ def check_json(headers: Mapping[str, str], also: tuple[str, ...] = ()) -> None:
 
 def make_context(engine: EngineLike, model_name: str, headers: Mapping[str, str] | None = None) -> Context:
     """What the protocol parsers need to know of the engine and of this request. ``headers`` have lower-case names."""
+    given = dict(headers or {})
+    if tenant := current_tenant.get():
+        given[TENANT_HEADER] = tenant  # the key's, whatever the client claims
     return Context(
         tokenizer=engine.tokenizer,
         model_name=model_name,
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         generation_defaults=engine.generation_defaults,
-        headers=dict(headers or {}),
+        headers=given,
         model_version=MODEL_VERSION,
+    )
+
+
+async def _parse(large: bool, parser: Callable[..., Parsed], *args: Any) -> Parsed:
+    """``parser(*args)``; on a thread where it may take long, so that other clients' streams flow on meanwhile."""
+    return await asyncio.to_thread(parser, *args) if large else parser(*args)
+
+
+def _is_large(body: object) -> bool:
+    """Whether a V1 body has many instances, or an instance that is a long conversation."""
+    instances = body.get("instances") if isinstance(body, dict) else None
+    if not isinstance(instances, list):
+        return False
+    return len(instances) > MANY_INSTANCES or any(
+        isinstance(item, dict) and isinstance(item.get("messages"), list) and len(item["messages"]) > MANY_INSTANCES
+        for item in instances
     )
 
 
@@ -88,6 +121,10 @@ class CarouselModel(Model):
     def stop_engine(self) -> None:
         """Nothing: the server ends the engine once everything has drained."""
 
+    def validate(self, payload: Any) -> Any:
+        """Nothing: the protocols' parsers check everything, and name what is wrong."""
+        return payload
+
     async def healthy(self) -> bool:
         return self.lifecycle.ready
 
@@ -115,11 +152,12 @@ class CarouselModel(Model):
         if isinstance(payload, bytes):  # KServe hands a body through undecoded unless the type is exactly JSON
             check_json(headers or {})
             payload = decode_body(payload)
-        call = v1.parse(payload, context)
+        call = await _parse(_is_large(payload), v1.parse, payload, context)
         return v1.render(call, await run_all(engine, call))
 
     async def _infer(self, engine: EngineLike, context: Context, request: InferRequest) -> InferResponse:
         check_model(self.name, request.model_version, self.name)
-        call = v2.parse(tensors.neutral_request(request), context)
+        size = sum(len(item._raw_data or item.data or ()) for item in request.inputs)
+        call = await _parse(size > LARGE_TENSORS, lambda: v2.parse(tensors.neutral_request(request), context))
         rendered = v2.render(call, await run_all(engine, call))
         return tensors.kserve_response(request, rendered, call.id, MODEL_VERSION)

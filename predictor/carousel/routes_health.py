@@ -1,10 +1,8 @@
-"""What operators and load balancers ask: liveness, readiness, load, version, metrics."""
+"""What operators and load balancers ask: liveness, readiness, load, version."""
 
 from __future__ import annotations
 
-from fastapi import Request
 from fastapi.responses import Response
-from kserve.protocol.rest.server import metrics_handler
 
 from carousel.answers import Handlers, json_response
 from carousel.lifecycle import RETRY_DRAINING_S, RETRY_LOADING_S, State
@@ -28,6 +26,15 @@ class HealthRoutes(Handlers):
             return json_response({"status": "ready", "state": state.value})
         seconds = RETRY_DRAINING_S if state is State.DRAINING else RETRY_LOADING_S
         return json_response({"status": "not ready", "state": state.value}, 503, {"Retry-After": retry_after(seconds)})
+
+    async def startupz(self) -> Response:
+        """200 from the moment that the model is loaded and warm, whatever comes after; 503 before it is."""
+        state = self.lifecycle.state
+        if self.lifecycle.engine is not None:
+            return json_response({"status": "started", "state": state.value})
+        reason = {"reason": self.lifecycle.failure} if self.lifecycle.failure is not None else {}
+        body = {"status": "not started", "state": state.value, **reason}
+        return json_response(body, 503, {"Retry-After": retry_after(RETRY_LOADING_S)})
 
     async def health(self) -> Response:
         """As vLLM answers: 200 and nothing else while the engine turns, 503 before it does and when it is dead."""
@@ -55,7 +62,3 @@ class HealthRoutes(Handlers):
 
     async def version(self) -> Response:
         return json_response({**versions(), "model": self.model.name, "model_version": MODEL_VERSION})
-
-    async def metrics(self, request: Request) -> Response:
-        answer: Response = await metrics_handler(request)
-        return answer

@@ -17,7 +17,7 @@ from kserve.protocol.dataplane import DataPlane
 from starlette.exceptions import HTTPException
 
 from carousel import tensors
-from carousel.answers import EventStream, Handlers, json_response, read_json
+from carousel.answers import EventStream, Handlers, json_response, parse, read_json
 from carousel.dataplane import CarouselDataPlane
 from carousel.engine.errors import InvalidRequest
 from carousel.generation import run_all
@@ -53,7 +53,7 @@ class KServeRoutes(Handlers):
         if _is_cloud_event(request.headers):
             return await self._predict_event(body, headers)
         if isinstance(body, dict) and body.get("stream") is True:
-            return EventStream(engine, v1.parse(body, context), v1.stream_events)
+            return EventStream(engine, await parse(request, v1.parse, body, context), v1.stream_events)
         response, _ = await self.data_plane.infer(model_name=model_name, request=body, headers=headers)
         return json_response(response)
 
@@ -130,14 +130,15 @@ class KServeRoutes(Handlers):
         check_model(model_name, model_version, self.model.name)
         body = await read_json(request)
         engine, context = self.context(request)
-        call = generate.parse(body, context)
+        call = await parse(request, generate.parse, body, context)
         return json_response(generate.render(call, await run_all(engine, call)))
 
     async def generate_stream(self, model_name: str, request: Request, model_version: str | None = None) -> Response:
         check_model(model_name, model_version, self.model.name)
         body = await read_json(request)
         engine, context = self.context(request)
-        return EventStream(engine, generate.parse(body, context, stream=True), generate.stream_events)
+        call = await parse(request, generate.parse, body, context, stream=True)
+        return EventStream(engine, call, generate.stream_events)
 
     # V2: the model repository
 

@@ -8,7 +8,7 @@ import time
 from fastapi import Request
 from fastapi.responses import Response
 
-from carousel.answers import EventStream, Handlers, json_response, read_json
+from carousel.answers import EventStream, Handlers, json_response, parse, read_json
 from carousel.generation import LONG_TEXT, run_all
 from carousel.predictor import CarouselModel, check_model
 from carousel.protocols import openai, tokenize
@@ -24,7 +24,7 @@ class OpenAIRoutes(Handlers):
     async def chat(self, request: Request) -> Response:
         body = await read_json(request)
         engine, context = self.context(request)
-        call = openai.parse_chat(body, context)
+        call = await parse(request, openai.parse_chat, body, context)
         if call.stream:
             return EventStream(engine, call, openai.stream_chat)
         return json_response(openai.render_chat(call, await run_all(engine, call)))
@@ -32,7 +32,7 @@ class OpenAIRoutes(Handlers):
     async def completion(self, request: Request) -> Response:
         body = await read_json(request)
         engine, context = self.context(request)
-        call = openai.parse_completion(body, context)
+        call = await parse(request, openai.parse_completion, body, context)
         if call.stream:
             return EventStream(engine, call, openai.stream_completion)
         return json_response(openai.render_completion(call, await run_all(engine, call)))
@@ -51,12 +51,12 @@ class OpenAIRoutes(Handlers):
     async def tokenize(self, request: Request) -> Response:
         body = await read_json(request)
         _, context = self.context(request)
-        return await _run(tokenize.parse_tokenize(body, context))
+        return await _run(await parse(request, tokenize.parse_tokenize, body, context))
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_json(request)
         _, context = self.context(request)
-        return await _run(tokenize.parse_detokenize(body, context))
+        return await _run(await parse(request, tokenize.parse_detokenize, body, context))
 
 
 async def _run(call: tokenize.TokenizeCall | tokenize.DetokenizeCall) -> Response:

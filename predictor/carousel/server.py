@@ -19,9 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from carousel.auth import KeysUnreadable
 from carousel.config import Settings
 from carousel.lifecycle import EngineFactory, EngineLike, Lifecycle
+from carousel.security import Security
 from carousel.telemetry.logs import adopt, configure_logging
+from carousel.tls import TlsUnusable
 
 if TYPE_CHECKING:
     from carousel.serving import CarouselServer
@@ -63,14 +66,20 @@ def serve(
         on_server: told of the server before it starts, for those who embed it.
 
     Returns:
-        0 after a clean stop, 1 when the port is taken or the model could not be loaded (the log says why).
+        0 after a clean stop, 1 when the port is taken, keys or certificates are no good, or the model could not be
+        loaded (the log says why).
     """
     started_at = process_started_at()
-    configure_logging(settings.log_level, settings.log_format)
+    configure_logging(settings.log_level, settings.log_format, prompts=settings.log_prompts)
     for notice in settings.notices:
         logger.warning(notice)
     if changed := settings.changed():
         logger.info("settings: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
+    try:
+        security = Security.from_settings(settings)
+    except (KeysUnreadable, TlsUnusable) as error:
+        logger.critical("%s", error)
+        return 1
     try:
         http_socket = listen(settings.host, settings.http_port)
     except OSError as error:
@@ -86,7 +95,7 @@ def serve(
             from carousel.predictor import CarouselModel
             from carousel.serving import CarouselServer
         adopt("kserve", "kserve.trace", "uvicorn", "uvicorn.error", "uvicorn.access")
-        server = CarouselServer(settings, lifecycle, http_socket, started_at)
+        server = CarouselServer(settings, lifecycle, http_socket, started_at, security)
         if on_server is not None:
             on_server(server)
         early.forward_to(server)

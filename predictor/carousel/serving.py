@@ -32,10 +32,13 @@ from carousel import http_errors, routes
 from carousel.config import Settings
 from carousel.dataplane import CarouselDataPlane
 from carousel.grpc_glue import Servicer, make_server
+from carousel.http_protocol import guarded
 from carousel.lifecycle import Lifecycle
 from carousel.middleware import RequestLayer
 from carousel.predictor import CarouselModel
+from carousel.security import Security
 from carousel.telemetry.metrics import EngineMetrics, versions
+from carousel.telemetry.notes import NoteTaker
 
 logger = logging.getLogger("carousel.server")
 
@@ -62,9 +65,17 @@ class CarouselServer(ModelServer):
         lifecycle: begun already; the server waits for it, drains it and ends it.
         http_socket: bound and listening.
         started_at: ``time.time()`` of the process's start, for the log.
+        security: keys and certificates; None: neither.
     """
 
-    def __init__(self, settings: Settings, lifecycle: Lifecycle, http_socket: socket.socket, started_at: float) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        lifecycle: Lifecycle,
+        http_socket: socket.socket,
+        started_at: float,
+        security: Security | None = None,
+    ) -> None:
         super().__init__(
             http_port=http_socket.getsockname()[1],
             grpc_port=settings.grpc_port,
@@ -77,7 +88,10 @@ class CarouselServer(ModelServer):
         self.settings = settings
         self.lifecycle = lifecycle
         self.dataplane = CarouselDataPlane(self.registered_models, lifecycle)
-        self.metrics = EngineMetrics(settings.model_name, lifecycle.stats, lambda: lifecycle.ready)
+        self.security = security or Security()
+        self.metrics = EngineMetrics(
+            settings.model_name, lifecycle.stats, lambda: lifecycle.ready, vllm_names=settings.vllm_metrics
+        )
         self.exit_code = 0
         self._http_socket = http_socket
         self._started_at = started_at
@@ -86,6 +100,7 @@ class CarouselServer(ModelServer):
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._signals = 0
+        self._grpc_closing = asyncio.Event()
 
     def start(self, models: list[BaseKServeModel]) -> None:
         """Serve ``models`` (one :class:`CarouselModel`) until :meth:`request_stop` or a signal; see ``exit_code``.
@@ -111,12 +126,12 @@ class CarouselServer(ModelServer):
         app = FastAPI(
             title="Carousel",
             version=versions()["version"],
-            docs_url="/docs" if self.settings.enable_docs else None,
-            redoc_url=None,
+            openapi_url=None,  # routes.mount serves a document of our own, and /docs a page that loads nothing
         )
-        routes.mount(app, routes.Routes(model, self.dataplane, self.settings.allow_unload))
+        routes.mount(
+            app, routes.Routes(model, self.dataplane, self.settings.allow_unload), docs=self.settings.enable_docs
+        )
         root = APIRouter()
-        root.add_api_route("/", self.dataplane.live, methods=["GET"])
         root.add_api_route("/metrics", metrics_handler, methods=["GET"])
         app.include_router(root)
         register_v1_endpoints(app, self.dataplane, self.model_repository_extension)
@@ -126,10 +141,16 @@ class CarouselServer(ModelServer):
 
     def _uvicorn_config(self, app: FastAPI) -> uvicorn.Config:
         layer = RequestLayer(
-            app, max_body_bytes=self.settings.max_request_bytes, draining=lambda: self.lifecycle.draining
+            app,
+            max_body_bytes=self.settings.max_request_bytes,
+            read_seconds=self.settings.read_timeout_seconds,
+            draining=lambda: self.lifecycle.draining,
+            keys=self.security.keys,
         )
         return uvicorn.Config(
             layer,
+            http=guarded(self.settings.read_timeout_seconds),
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -137,6 +158,7 @@ class CarouselServer(ModelServer):
             backlog=2048,
             timeout_keep_alive=self.settings.keep_alive_seconds,
             timeout_graceful_shutdown=FLUSH_SECONDS,
+            **self.security.uvicorn_options(),
         )
 
     def request_stop(self) -> None:
@@ -172,6 +194,7 @@ class CarouselServer(ModelServer):
         grpc_server = await self._start_grpc(model)
         grpc_text = f", gRPC on port {self.grpc_port}" if grpc_server is not None else ""
         logger.info("listening on %s: HTTP on port %d%s", self.settings.host, self.http_port, grpc_text)
+        following = asyncio.create_task(self.security.follow())
         loading = asyncio.create_task(self._load(model))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -182,12 +205,13 @@ class CarouselServer(ModelServer):
                 logging.INFO if finished else logging.WARNING,
                 "drained" if finished else "not all requests finished in time; the rest ended with an error",
             )
-        loading.cancel()
-        stopping.cancel()
+        for task in (loading, stopping, following):
+            task.cancel()
         http.should_exit = True
         http.force_exit = self._hurry.is_set()
         ending = [serving]
         if grpc_server is not None:
+            self._grpc_closing.set()  # idle streams and health watches would outlast any grace
             grace = 0.2 if self._hurry.is_set() else float(FLUSH_SECONDS)
             ending.append(asyncio.create_task(grpc_server.stop(grace)))
         await asyncio.gather(*ending, return_exceptions=True)
@@ -197,9 +221,15 @@ class CarouselServer(ModelServer):
         if not self.enable_grpc:
             return None
         servicer = Servicer(self.dataplane, self.model_repository_extension, model, self.settings.allow_unload)
+        self._grpc_closing = servicer.closing
         try:
             server, self.grpc_port = make_server(
-                servicer, self.settings.host, self.settings.grpc_port, self.settings.max_request_bytes
+                servicer,
+                self.settings.host,
+                self.settings.grpc_port,
+                self.settings.max_request_bytes,
+                keys=self.security.keys,
+                credentials=self.security.grpc_credentials(),
             )
         except OSError as error:
             logger.critical("%s; choose another port with --grpc-port, or --no-grpc", error)
@@ -220,7 +250,7 @@ class CarouselServer(ModelServer):
             self._fail()
             return
         assert self.lifecycle.engine is not None
-        self.lifecycle.engine.timeline.observers.append(self.metrics)
+        self.lifecycle.engine.timeline.observers += [self.metrics, NoteTaker()]
         if self.lifecycle.ready:
             logger.info("ready in %.1f s: model %s", time.time() - self._started_at, self.settings.model_name)
 

@@ -20,10 +20,25 @@ from kserve.protocol.infer_type import RequestedOutput
 
 from carousel.engine.errors import InvalidRequest
 from carousel.protocols.common import decode_body
+from carousel.protocols.fields import refuse_unknown
 from carousel.protocols.v2 import V2Request, V2Tensor
 
+_BODY = ("id", "model_name", "model_version", "parameters", "inputs", "outputs")
+_TENSOR = ("name", "shape", "datatype", "parameters", "data")
 BINARY_HEADER = "inference-header-content-length"
 _DOUBLE_PARAM, _UINT64_PARAM = 4, 5  # field numbers in the Open Inference Protocol's InferParameter
+# Where each datatype's elements stand in a gRPC message without raw contents; FP16 has no such place.
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    "FP16": "",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
 
 
 def _object(value: object, field: str) -> dict[str, Any]:
@@ -54,6 +69,20 @@ def _parameters(value: object, field: str) -> dict[str, Any]:
     return {} if value is None else dict(_object(value, field))
 
 
+def _switch(parameters: dict[str, Any], name: str, field: str, default: bool = False) -> bool:
+    value = parameters.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{field}.{name}", value, "true or false")
+    return default if value is None else value
+
+
+def _only(value: dict[str, Any], field: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """``value``, if it has no fields but ``known``."""
+    for name in value.keys() - set(known):
+        refuse_unknown(field, name, value[name], known)
+    return value
+
+
 def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, model_version: str) -> InferRequest:
     """The body of ``POST /v2/models/{m}/infer``, with or without binary tensors behind the JSON.
 
@@ -63,10 +92,10 @@ def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, m
     header = headers.get(BINARY_HEADER)
     split = len(raw)
     if header is not None:
-        if not header.isascii() or not header.isdigit() or int(header) > len(raw):
+        if not header.isascii() or not header.isdigit() or len(header) > 12 or int(header) > len(raw):
             raise InvalidRequest("Inference-Header-Content-Length", header, f"the JSON's length, at most {len(raw)}")
         split = int(header)
-    body = _object(decode_body(raw[:split]), "body")
+    body = _only(_object(decode_body(raw[:split]), "body"), "", _BODY)
     binary = _Binary(memoryview(raw)[split:] if header is not None else None)
     inputs = [
         _input_from_rest(_object(item, f"inputs[{i}]"), f"inputs[{i}]", binary)
@@ -74,12 +103,12 @@ def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, m
     ]
     binary.finish()
     parameters = _parameters(body.get("parameters"), "parameters")
-    outputs = []
-    for i, item in enumerate(_list_of(body.get("outputs") or [], "outputs")):
-        output = _object(item, f"outputs[{i}]")
-        wanted = _parameters(output.get("parameters"), f"outputs[{i}].parameters")
-        wanted.setdefault("binary_data", bool(parameters.get("binary_data_output", False)))
-        outputs.append(RequestedOutput(_text(output.get("name"), f"outputs[{i}].name"), wanted))
+    all_binary = _switch(parameters, "binary_data_output", "parameters")
+    given_outputs = body.get("outputs")
+    outputs = [
+        _output_from_rest(item, f"outputs[{i}]", all_binary)
+        for i, item in enumerate(_list_of([] if given_outputs is None else given_outputs, "outputs"))
+    ]
     given = body.get("id")
     return InferRequest(
         model_name=model_name,
@@ -89,6 +118,13 @@ def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, m
         request_outputs=outputs or None,
         model_version=model_version,
     )
+
+
+def _output_from_rest(item: object, field: str, all_binary: bool) -> RequestedOutput:
+    output = _only(_object(item, field), field, ("name", "parameters"))
+    wanted = _only(_parameters(output.get("parameters"), f"{field}.parameters"), f"{field}.parameters", ("binary_data",))
+    binary = _switch(wanted, "binary_data", f"{field}.parameters", all_binary)
+    return RequestedOutput(_text(output.get("name"), f"{field}.name"), {"binary_data": binary})
 
 
 class _Binary:
@@ -111,6 +147,7 @@ class _Binary:
 
 
 def _input_from_rest(item: dict[str, Any], field: str, binary: _Binary) -> InferInput:
+    _only(item, field, _TENSOR)
     name = _text(item.get("name"), f"{field}.name")
     shape = [_count(size, f"{field}.shape") for size in _list_of(item.get("shape"), f"{field}.shape")]
     datatype = _text(item.get("datatype"), f"{field}.datatype")
@@ -135,39 +172,57 @@ def request_from_grpc(message: pb.ModelInferRequest) -> InferRequest:
     raw_count = len(message.raw_input_contents)
     if raw_count and raw_count != len(message.inputs):
         raise InvalidRequest("raw_input_contents", raw_count, f"as many as there are inputs ({len(message.inputs)})")
-    for item in message.inputs:
-        if raw_count and item.HasField("contents"):
-            raise InvalidRequest(f"inputs[{item.name}].contents", "given", "nothing beside raw_input_contents")
-    try:
-        request = InferRequest.from_grpc(message)
-    except InvalidInput:
-        kinds = ", ".join(item.datatype for item in message.inputs)
-        raise InvalidRequest("inputs.datatype", kinds, "the Open Inference Protocol's datatypes") from None
+    for index, item in enumerate(message.inputs):
+        _check_contents(item, f"inputs[{index}]", bool(raw_count))
+    request = InferRequest.from_grpc(message)
     request.id = message.id or None
     request.parameters = parameters_from_grpc(message.parameters)
-    for infer_input, item in zip(request.inputs, message.inputs, strict=True):
-        infer_input.parameters = parameters_from_grpc(item.parameters)
+    for index, item in enumerate(message.inputs):
+        request.inputs[index].parameters = parameters_from_grpc(item.parameters, f"inputs[{index}].parameters")
+    for index, output in enumerate(message.outputs):
+        field = f"outputs[{index}].parameters"
+        request.request_outputs[index].parameters = parameters_from_grpc(output.parameters, field)
     return request
 
 
-def parameters_from_grpc(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+def _check_contents(item: Any, field: str, raw: bool) -> None:
+    """Refuse elements that are not in the one place where this datatype's belong: KServe would not see them."""
+    if item.datatype not in _CONTENTS:
+        raise InvalidRequest(f"{field}.datatype", item.datatype, ", ".join(_CONTENTS))
+    if raw:
+        if item.HasField("contents"):
+            raise InvalidRequest(f"{field}.contents", "given", "nothing beside raw_input_contents")
+        return
+    own = _CONTENTS[item.datatype]
+    for given, _ in item.contents.ListFields():
+        if given.name != own:
+            allowed = f"{own}, as datatype {item.datatype} says" if own else f"raw_input_contents for {item.datatype}"
+            raise InvalidRequest(f"{field}.contents", given.name, allowed)
+
+
+def parameters_from_grpc(parameters: Mapping[str, pb.InferParameter], field: str = "parameters") -> dict[str, Any]:
     """Plain values of a ``map<string, InferParameter>``.
 
     KServe's copy of the protocol has no ``double_param`` and ``uint64_param``, which Triton's clients send for every
     float: they arrive as unknown fields, and are read from there.
+
+    Raises:
+        InvalidRequest: a parameter without a value.
     """
-    result: dict[str, Any] = {}
-    for name, parameter in parameters.items():
-        kind = parameter.WhichOneof("parameter_choice")
-        if kind is not None:
-            result[name] = getattr(parameter, kind)
-            continue
-        for field in unknown_fields.UnknownFieldSet(parameter):
-            if field.field_number == _DOUBLE_PARAM and field.wire_type == 1:
-                result[name] = struct.unpack("<d", struct.pack("<Q", field.data))[0]
-            elif field.field_number == _UINT64_PARAM and field.wire_type == 0:
-                result[name] = int(field.data)
-    return result
+    return {name: _parameter_value(parameter, f"{field}.{name}") for name, parameter in parameters.items()}
+
+
+def _parameter_value(parameter: pb.InferParameter, field: str) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind is not None:
+        return getattr(parameter, kind)
+    for unknown in unknown_fields.UnknownFieldSet(parameter):
+        if unknown.field_number == _DOUBLE_PARAM and unknown.wire_type == 1:
+            return struct.unpack("<d", struct.pack("<Q", unknown.data))[0]
+        if unknown.field_number == _UINT64_PARAM and unknown.wire_type == 0:
+            return int(unknown.data)
+    allowed = "one of bool_param, int64_param, string_param, double_param, uint64_param"
+    raise InvalidRequest(field, None, allowed)
 
 
 def neutral_request(request: InferRequest) -> V2Request:
@@ -179,8 +234,9 @@ def neutral_request(request: InferRequest) -> V2Request:
     if not request.id:
         request.id = str(uuid.uuid4())
     parameters = request.parameters
-    if parameters is not None and not isinstance(parameters, dict):  # from KServe's own gRPC servicer
-        parameters = parameters_from_grpc(parameters)
+    for kind, tensors in (("inputs", request.inputs), ("outputs", request.request_outputs or [])):
+        for index, tensor in enumerate(tensors):
+            _refuse_extensions(tensor.parameters or {}, f"{kind}[{index}].parameters")
     return V2Request(
         inputs=[_neutral_tensor(item) for item in request.inputs],
         parameters={name: value for name, value in (parameters or {}).items() if name != "binary_data_output"},
@@ -188,6 +244,15 @@ def neutral_request(request: InferRequest) -> V2Request:
         outputs=[output.name for output in request.request_outputs or []],
         model_name=request.model_name,
     )
+
+
+def _refuse_extensions(parameters: Mapping[str, Any], field: str) -> None:
+    """What Triton's clients can ask of a tensor and this server does not do: an answer without it would be wrong."""
+    for name, value in parameters.items():
+        if name.startswith("shared_memory_"):
+            raise InvalidRequest(f"{field}.{name}", value, "nothing: shared memory is not supported")
+        if name == "classification" and value:
+            raise InvalidRequest(f"{field}.{name}", value, "nothing: no output is a classification")
 
 
 def _neutral_tensor(item: InferInput) -> V2Tensor:

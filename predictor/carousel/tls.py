@@ -37,7 +37,8 @@ class Tls:
     """The TLS identity of both servers.
 
     Certificate and key may be replaced while serving: connections made afterwards see the new ones. New client
-    authorities are added over HTTP and exact over gRPC; to take one away over HTTP, restart: OpenSSL's store only grows.
+    authorities are added over HTTP and exact over gRPC; to take one away over HTTP, restart: OpenSSL's store only
+    grows.
 
     Args:
         files: PEM files.

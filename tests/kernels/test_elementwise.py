@@ -128,6 +128,31 @@ def test_write_kv(backend: str, cache_dtype: torch.dtype, tokens: int, seed: int
         assert torch.equal(cache.view(80, 3, 8), written)
 
 
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("rotary", [16, 8])
+@pytest.mark.parametrize("fused", [True, False])
+def test_rope_with_the_kv_write(backend: str, dtype: torch.dtype, rotary: int, fused: bool) -> None:
+    torch.manual_seed(0)
+    angles = torch.rand(50, rotary // 2) * 6
+    cos_sin, positions = torch.cat([angles.cos(), angles.sin()], dim=-1), torch.randint(0, 50, (9,))
+    qkv = torch.randn(9, (6 + 2 + 2) * 16).to(dtype)
+    q, k, v = (t.view(9, -1, 16) for t in qkv.split([6 * 16, 2 * 16, 2 * 16], dim=-1))
+    if not fused:
+        q, k, v = q.clone(), k.clone(), v.clone()
+    slots = torch.randperm(80)[:9]
+    caches = torch.full((2, 5, 16, 2, 16), 7.0, dtype=dtype)
+    expected_q, expected_k, expected_v = rotated(q, angles[positions]), rotated(k, angles[positions]), v.clone()
+    with ck.use_backend(backend):
+        ck.rope_write_kv(q, k, v, cos_sin, positions, caches[0], caches[1], slots)
+    close(q, expected_q)
+    rows = caches.view(2, 80, 2, 16)
+    close(rows[0, slots], expected_k)
+    assert torch.equal(rows[1, slots], expected_v)
+    others = [slot for slot in range(80) if slot not in slots]
+    assert (rows[:, others] == 7).all()
+
+
 def test_backend_follows_the_device_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> torch.Tensor:
         raise AssertionError("the CPU backend ran")

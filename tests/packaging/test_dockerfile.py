@@ -63,6 +63,8 @@ def test_variables_are_settings() -> None:
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_installs_go_through_make_env_with_a_cache_outside_the_layers(target: str) -> None:
     runs = [item.arguments for item in install_steps(STAGES, target) if item.name == "RUN"]
+    compiler = runs.pop(0)
+    assert "apt-get install -y --no-install-recommends gcc libc6-dev" in compiler
     assert len(runs) == 2
     for arguments, goal in zip(runs, ("deps", "runtime"), strict=True):
         assert arguments.startswith("--mount=type=cache,target=/root/.cache/pip ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -90,17 +91,23 @@ def test_everything_that_serving_installs_is_pinned() -> None:
     assert sorted(name for name in seen - set(PINS) if not name.startswith(("nvidia", "cuda", "triton"))) == []
 
 
-def test_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
+def build_wheel(tmp_path: Path, **variables: str) -> Path:
     tree = tmp_path / "tree"  # setuptools builds inside the tree
     tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in ("predictor", "kernels", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    subprocess.run([*command, str(tmp_path), str(tree)], check=True)
+    subprocess.run([*command, str(tmp_path), str(tree)], check=True, env=os.environ | variables)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.startswith(f"kserve_carousel-{PROJECT['version']}-py3-none-any")
+    return wheel
+
+
+def test_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path)
+    # One for all Pythons of a platform, because of the compiled library.
+    assert re.fullmatch(rf"kserve_carousel-{re.escape(PROJECT['version'])}-py3-none-(?!any)\w+\.whl", wheel.name)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {
         "carousel",
@@ -115,3 +122,34 @@ def test_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
     }
     assert sources == {name for name in names if name.endswith(".py")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    library = {"carousel_kernels/cpu/_native.so"} if shutil.which("cc") else set()
+    assert {name for name in names if name.endswith((".so", ".c", ".h"))} == library
+
+
+def test_without_a_compiler_the_package_still_installs_and_computes(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, CC="/bin/false")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    target = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True)
+    code = (
+        "import torch, carousel_kernels as ck\n"
+        "from carousel_kernels.cpu import native\n"
+        "print(ck.__file__); print(native.available())\n"
+        "print(ck.silu_mul(torch.tensor([[0.0, 2.0]])).tolist())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    file, available, result = done.stdout.splitlines()
+    assert Path(file).is_relative_to(target)
+    assert (available, result) == ("False", "[[0.0]]")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_with_a_compiler_the_compiled_operators_are_in_use() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "CAROUSEL_NATIVE"}
+    code = "from carousel_kernels.cpu import native; print(native.available())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

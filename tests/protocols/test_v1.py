@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from protocol_fakes import VOCAB, ByteTokenizer, context, logprob, output
+from protocol_fakes import VOCAB, ByteTokenizer, context, logprob, output, read_events, script
 
 from carousel.engine.errors import GenerationFailed, InvalidRequest, RequestTooLong
 from carousel.engine.request import FinishReason
@@ -131,3 +131,67 @@ def test_a_failed_row_fails_the_call(reason, error, message):
     call = v1.parse({"instances": ["a"]}, context())
     with pytest.raises(GenerationFailed, match=message):
         v1.render(call, [[output("x", finish=reason, error=error)]])
+
+
+# streaming
+
+
+async def streamed(body, *scripts):
+    call = v1.parse(body, context())
+    assert call.stream
+    return await read_events(v1.stream_events(call, scripts))
+
+
+async def test_a_stream_says_which_instance_each_piece_belongs_to_and_ends_with_done():
+    events = await streamed(
+        {"instances": ["a", "b"], "stream": True},
+        script(output("x", done=1), output("", done=1), output("y", done=2, finish=FinishReason.LENGTH)),
+        script(output("z", done=1, finish=FinishReason.EOS, cached=2)),
+    )
+    assert events[-1] == "[DONE]"
+    pieces = [event["predictions"][0] for event in events[:-1]]
+    assert "".join(piece["text"] for piece in pieces if piece["index"] == 0) == "xy"
+    assert [piece for piece in pieces if piece["index"] == 1] == [
+        {
+            "index": 1,
+            "text": "z",
+            "finish_reason": "eos",
+            "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4, "cached_tokens": 2},
+        }
+    ]
+    assert sum("finish_reason" in piece for piece in pieces) == 2
+
+
+async def test_a_stream_carries_logprobs_even_without_text():
+    body = {"instances": ["a"], "stream": True, "parameters": {"logprobs": 0}}
+    first = output("", done=1, token_ids=[195], logprobs=[logprob(195)])
+    events = await streamed(body, script(first, output("é", done=2, finish=FinishReason.LENGTH, logprobs=[])))
+    assert events[0]["predictions"][0]["logprobs"][0]["id"] == 195
+    assert len(events) == 3
+
+
+@pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.CANCELLED])
+async def test_a_stream_says_that_it_was_cut_short(reason):
+    events = await streamed({"instances": ["a"], "stream": True}, script(output("x", done=1, finish=reason)))
+    assert events[0]["predictions"][0]["finish_reason"] == reason.value
+    assert events[1:] == ["[DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (output(finish=FinishReason.ERROR, error="the device fell off"), "the device fell off"),
+        (RuntimeError("secret"), "internal error; the server's log has the cause"),
+        (output("", done=1), "the answer ended before its end"),
+    ],
+)
+async def test_a_failure_in_a_stream_is_an_event_before_done(last, said):
+    events = await streamed({"instances": ["a"], "stream": True}, script(output("x", done=1), last))
+    assert events[-2:] == [{"error": said}, "[DONE]"]
+
+
+def test_stream_is_a_boolean():
+    with pytest.raises(InvalidRequest) as caught:
+        v1.parse({"instances": ["a"], "stream": "yes"}, context())
+    assert caught.value.field == "stream"
+    assert not v1.parse({"instances": ["a"], "stream": False}, context()).stream

@@ -56,7 +56,7 @@ class FakeStream:
         self.ended: FinishReason | None = None
         self.started = time.monotonic()
         self._position = 0
-        limit = request.sampling.max_tokens or 16
+        limit = min(request.sampling.max_tokens or 16, max(1, engine.max_model_len - prompt_tokens))
         self._script = [(index, i) for i in range(limit) for index in range(request.sampling.n)]
         self._limit = limit
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from carousel.telemetry import logs
+from carousel.telemetry import logs, tracing
 
 
 class Terminal(io.StringIO):
@@ -111,3 +111,16 @@ def test_wrong_names_are_refused():
         logs.configure_logging("loud", "text")
     with pytest.raises(ValueError, match="log format 'xml'"):
         logs.configure_logging("info", "xml")
+
+
+def test_lines_of_a_traced_request_carry_the_trace():
+    stream = io.StringIO()
+    logs.configure_logging("info", "json", stream)
+    trace = tracing.accept("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    token = tracing.current_trace.set(trace)
+    logging.getLogger("carousel.x").info("within")
+    tracing.current_trace.reset(token)
+    logging.getLogger("carousel.x").info("without")
+    within, without = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (within["trace_id"], within["span_id"]) == (trace.trace_id, trace.span_id)
+    assert "trace_id" not in without

@@ -31,7 +31,7 @@ from carousel.engine.runner import DecoderRunner
 from carousel.engine.sampler import Sampler, SequenceSampler
 from carousel.engine.scheduler import Scheduler, SchedulerLimits
 from carousel.engine.stream import RequestStream, collect
-from carousel.engine.timeline import EngineStats, Timeline
+from carousel.engine.timeline import EngineStats, Refusal, Timeline
 
 if TYPE_CHECKING:
     from carousel.config import Settings
@@ -46,11 +46,12 @@ _JOIN_S = 10.0
 class _Client:
     """Where a live request's deltas go: its stream, on its event loop."""
 
-    __slots__ = ("loop", "stream")
+    __slots__ = ("expires_at", "loop", "stream")
 
-    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop, expires_at: float | None) -> None:
         self.stream = stream
         self.loop = loop
+        self.expires_at = expires_at
 
 
 class Engine:
@@ -228,17 +229,19 @@ class Engine:
         loop = asyncio.get_running_loop()
         if not self._warm or not self.alive:
             why = f"the engine has failed: {self.failure}" if self.failure else "the model is not ready"
+            self._ledger.count_rejected(Refusal.UNAVAILABLE)
             raise EngineUnavailable(why)
         try:
             prompt_ids = self._prompt_ids(request)
             self._check(request, prompt_ids)
-        except InvalidRequest:
-            self._ledger.count_rejected()
+        except InvalidRequest as error:
+            too_long = isinstance(error, RequestTooLong)
+            self._ledger.count_rejected(Refusal.TOO_LONG if too_long else Refusal.INVALID)
             raise
         live = self._admit(request, prompt_ids)
         request_id = request.request_id
         stream = RequestStream(request_id, len(prompt_ids), len(live.sequences), lambda: self.cancel(request_id))
-        self._clients[request_id] = _Client(stream, loop)
+        self._clients[request_id] = _Client(stream, loop, live.expires_at)
         if not self._command(lambda core: core.add(live)):
             del self._clients[request_id]
             self._ledger.left(live.account, FinishReason.ERROR)
@@ -251,14 +254,25 @@ class Engine:
             return await collect(stream)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request and free its blocks before the next step. False when it is not live."""
-        if request_id not in self._clients:
+        """End a request and free its blocks before the next step. False when it is not live.
+
+        A request whose time was up by now ends as ``timeout``, even if the engine thread has not got round to it: a
+        transport with a deadline of its own cancels at the same moment.
+        """
+        client = self._clients.get(request_id)
+        if client is None:
             return False
-        return self._command(lambda core: core.end(request_id, FinishReason.CANCELLED))
+        late = client.expires_at is not None and time.monotonic() >= client.expires_at
+        reason = FinishReason.TIMEOUT if late else FinishReason.CANCELLED
+        return self._command(lambda core: core.end(request_id, reason))
 
     def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, str):
             ids = self.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            if max(ids, default=0) >= self.vocab_size:
+                # A tokenizer may know more tokens than the model; asked for one, the model would read past its table.
+                odd = self.tokenizer.decode([max(ids)], skip_special_tokens=False)
+                raise InvalidRequest("prompt", odd, f"text without tokens that the model does not know ({max(ids)})")
         else:
             ids = request.prompt
             for position, token in enumerate(ids):
@@ -295,7 +309,8 @@ class Engine:
         total = limit if params.max_tokens is None else min(limit, len(prompt_ids) + params.max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos_ids = self.tokenizer.eos_ids
-        timeout = request.timeout_s or self.settings.request_timeout_seconds or None
+        limits = (request.timeout_s, self.settings.request_timeout_seconds)
+        timeout = min((seconds for seconds in limits if seconds), default=None)
         sequences = [
             Sequence(
                 request=request,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from carousel.engine.errors import EngineUnavailable, QueueFull
 from carousel.engine.request import FinishReason
-from carousel.engine.timeline import EngineStats
+from carousel.engine.timeline import EngineStats, Refusal
 
 RATE_WINDOW_S = 30.0
 """Over how long the drain rate of the queue is measured."""
@@ -51,7 +51,7 @@ class Counters:
 @dataclass(slots=True)
 class _Totals:
     admitted: int = 0
-    rejected: int = 0
+    refusals: dict[Refusal, int] = field(default_factory=lambda: dict.fromkeys(Refusal, 0))
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
@@ -99,7 +99,7 @@ class Ledger:
         """
         with self._lock:
             if self._closed is not None:
-                self._totals.rejected += 1
+                self._totals.refusals[Refusal.UNAVAILABLE] += 1
                 raise EngineUnavailable(self._closed)
             waiting = len(self._waiting) - max(0, self._num_seats - self._sequences_running)
             problem = None
@@ -108,7 +108,7 @@ class Ledger:
             elif self._waiting and self._waiting_tokens + num_tokens > self._max_tokens:
                 problem = f"{self._waiting_tokens} prompt tokens are waiting (limit {self._max_tokens})"
             if problem is not None:
-                self._totals.rejected += 1
+                self._totals.refusals[Refusal.QUEUE_FULL] += 1
                 wait = self._queue_seconds(self._clock())
                 raise QueueFull(f"the model is overloaded: {problem}; try again in {math.ceil(wait)} s", wait)
             account = Account(num_sequences, num_tokens, arrival)
@@ -117,10 +117,10 @@ class Ledger:
             self._waiting_tokens += num_tokens
             return account
 
-    def count_rejected(self) -> None:
-        """A request was refused for what it is, before it came to :meth:`admit`."""
+    def count_rejected(self, why: Refusal = Refusal.INVALID) -> None:
+        """A request was refused before it came to :meth:`admit`."""
         with self._lock:
-            self._totals.rejected += 1
+            self._totals.refusals[why] += 1
 
     def close(self, why: str | None) -> None:
         """Refuse newcomers from now on, with this message (None: open again)."""
@@ -208,7 +208,8 @@ class Ledger:
                 oldest_wait_s=max((now - account.arrival for account in self._waiting.values()), default=0.0),
                 queue_seconds=self._queue_seconds(now) if self._waiting else 0.0,
                 admitted=self._totals.admitted,
-                rejected=self._totals.rejected,
+                rejected=sum(self._totals.refusals.values()),
+                refusals=dict(self._totals.refusals),
                 finished=dict(self._totals.finished),
                 prompt_tokens=counters.prompt_tokens,
                 generation_tokens=counters.generation_tokens,

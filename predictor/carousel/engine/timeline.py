@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from carousel.engine.request import FinishReason
@@ -84,12 +85,22 @@ class Observer(Protocol):
         """When a request has left, for whatever reason."""
 
 
+class Refusal(StrEnum):
+    """Why a request was not admitted."""
+
+    INVALID = "invalid"
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    UNAVAILABLE = "unavailable"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A consistent snapshot of the engine. Counters only grow; ``admitted == finished + cancelled + failed + live``.
 
     ``num_requests_*`` count requests, ``num_sequences_*`` choices. ``finished`` maps each finish reason to a count of
-    requests. ``queue_seconds`` estimates how long a request that arrives now would wait.
+    requests, ``refusals`` each reason to its part of ``rejected``. ``queue_seconds`` estimates how long a request that
+    arrives now would wait.
     """
 
     num_requests_running: int = 0
@@ -112,6 +123,7 @@ class EngineStats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_slots: int = 0
+    refusals: dict[Refusal, int] = field(default_factory=dict)
     draining: bool = False
     alive: bool = True
 

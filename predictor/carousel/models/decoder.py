@@ -110,9 +110,10 @@ class _Layer:
         if self.q_norm is not None and self.k_norm is not None:
             q = ck.rms_norm(q, self.q_norm, self.eps)
             k = ck.rms_norm(k, self.k_norm, self.eps)
-        if self.rope is not None:
-            ck.rope_(q, k, self.rope, positions)
-        ck.write_kv(k, v, k_cache, v_cache, layout.slots)
+        if self.rope is None:
+            ck.write_kv(k, v, k_cache, v_cache, layout.slots)
+        else:
+            ck.rope_write_kv(q, k, v, self.rope, positions, k_cache, v_cache, layout.slots)
         x = ck.paged_attention(
             q, k_cache, v_cache, layout, scale=self.scale, sliding_window=self.window, softcap=self.softcap
         ).view(-1, self.width)

@@ -23,7 +23,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from carousel.engine.errors import CarouselError, GenerationFailed, InvalidRequest, RequestTooLong
-from carousel.engine.request import FinishReason, GenerationRequest, Output, SamplingParams, TokenLogprob
+from carousel.engine.request import (
+    MAX_STOP_STRINGS,
+    FinishReason,
+    GenerationRequest,
+    Output,
+    SamplingParams,
+    TokenLogprob,
+)
 from carousel.protocols import fields as read
 from carousel.protocols.errors import RequestCancelled, RequestTimedOut, UnknownModel
 from carousel.protocols.fields import Values
@@ -40,6 +47,7 @@ __all__ = [
 ]
 
 MAX_PROMPTS = 2048
+MAX_STOP_TOKENS = 1024
 MAX_SECONDS = 1_000_000.0
 # No real text averages more characters per token; beyond this, tokenising would only cost time before the refusal.
 MAX_CHARACTERS_PER_TOKEN = 128
@@ -187,7 +195,7 @@ def _stops(path: str, value: object, *, lenient: bool) -> tuple[str, ...]:
         # "[END]" or "[1]" is a stop string of its own, '["a", "b"]' a list of two
         if isinstance(decoded, list) and all(isinstance(item, str) for item in decoded):
             value = decoded
-    return read.strings(path, value, _STOPS)
+    return read.strings(path, value, _STOPS, MAX_STOP_STRINGS)
 
 
 class Sampling(NamedTuple):
@@ -241,6 +249,8 @@ def read_sampling(
             given[engine_name] = _stops(path, value, lenient=lenient)
         elif engine_name == "stop_token_ids":
             value = _from_json_text(value, list) if lenient else value
+            if isinstance(value, list) and len(value) > MAX_STOP_TOKENS:
+                refuse(path, value, f"at most {MAX_STOP_TOKENS} token ids")
             given[engine_name] = frozenset(read.token_ids(path, value, context.vocab_size))
         else:
             value = _from_json_text(value, dict) if lenient else value

@@ -53,11 +53,23 @@ class BodyTooLarge(CarouselError):
         super().__init__(f"the request body is larger than {limit_bytes} bytes")
 
 
-class UnsupportedMediaType(CarouselError):
-    """The body is not JSON by its own declaration."""
+class BodyTooSlow(CarouselError):
+    """The request body did not arrive in time. ``seconds`` is the bound."""
 
-    def __init__(self, given: str) -> None:
-        super().__init__(f"content-type: got {given[:120]!r}, allowed: application/json")
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(f"the request body did not arrive within {seconds:g} s")
+
+
+class UnsupportedMediaType(CarouselError):
+    """The body is not plain JSON by its own declaration."""
+
+    def __init__(self, given: str, header: str = "content-type", allowed: str = "application/json") -> None:
+        super().__init__(f"{header}: got {given[:120]!r}, allowed: {allowed}")
+
+
+class AuthenticationFailed(CarouselError):
+    """No API key was shown, or none that is valid. The message never holds a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +129,13 @@ def describe(error: BaseException, *, invalid_status: int = 400) -> ErrorInfo:
         return ErrorInfo(404, "NOT_FOUND", "invalid_request_error", "model_not_found", message, "model")
     if isinstance(error, BodyTooLarge):
         return ErrorInfo(413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large", message)
+    if isinstance(error, BodyTooSlow):
+        return ErrorInfo(408, "DEADLINE_EXCEEDED", "invalid_request_error", "body_too_slow", message)
     if isinstance(error, UnsupportedMediaType):
         return ErrorInfo(415, "INVALID_ARGUMENT", "invalid_request_error", "unsupported_media_type", message)
+    if isinstance(error, AuthenticationFailed):
+        headers = {"WWW-Authenticate": "Bearer"}
+        return ErrorInfo(401, "UNAUTHENTICATED", "authentication_error", "invalid_api_key", message, None, headers)
     if isinstance(error, QueueFull):
         headers = {"Retry-After": retry_after(error.retry_after_s)}
         return ErrorInfo(429, "RESOURCE_EXHAUSTED", "overloaded_error", "queue_full", message, None, headers)

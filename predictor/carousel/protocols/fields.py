@@ -15,6 +15,7 @@ from carousel.protocols.jsonio import refuse
 
 Values: TypeAlias = dict[str, tuple[str, object]]
 
+MAX_BIASES = 4096
 _LISTED_NAMES = 40  # a message that lists more helps nobody
 
 
@@ -88,12 +89,14 @@ def number(path: str, value: object, low: float, high: float, allowed: str) -> f
     return float(value)
 
 
-def strings(path: str, value: object, allowed: str) -> tuple[str, ...]:
-    """One string, or a list of them."""
+def strings(path: str, value: object, allowed: str, most: int) -> tuple[str, ...]:
+    """One string, or a list of at most ``most``."""
     if isinstance(value, str):
         return (text(path, value, allowed),)
     if not isinstance(value, list):
         refuse(path, value, allowed)
+    if len(value) > most:
+        refuse(path, value, f"{allowed}, at most {most}")
     return tuple(text(f"{path}[{index}]", item, allowed) for index, item in enumerate(value))
 
 
@@ -110,8 +113,8 @@ def token_ids(path: str, value: object, vocab_size: int) -> list[int]:
 
 def logit_bias(path: str, value: object, vocab_size: int) -> dict[int, float]:
     """``{"token id": bias}``; JSON writes keys as strings."""
-    if not isinstance(value, dict):
-        refuse(path, value, "an object that maps token ids to biases")
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        refuse(path, value, f"an object that maps at most {MAX_BIASES} token ids to biases")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         shown = str(key)

@@ -54,6 +54,18 @@ def _no_constant(name: str) -> NoReturn:
     raise InvalidRequest("body", _Shown(name), "JSON, which has no NaN and no Infinity")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the body. Of a name given twice the last would win silently, and which one counts is a guess."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        for name, value in pairs:
+            if name in seen:
+                refuse(name if len(name) <= 80 else name[:79] + "…", value, "each field once; this one is given twice")
+            seen.add(name)
+    return fields
+
+
 def _check_depth(value: object) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -74,14 +86,15 @@ def decode_body(raw: bytes) -> object:
         raw: the body's bytes, UTF-8; the caller has bounded its size.
 
     Raises:
-        InvalidRequest: field ``body``; not UTF-8, not JSON, NaN or Infinity, an absurd number, or nested too deep.
+        InvalidRequest: field ``body``; not UTF-8, not JSON, NaN or Infinity, an absurd number, or nested too deep; or the
+            name of a field that an object has twice.
     """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest("body", raw[error.start : error.end], f"UTF-8 (byte {error.start} is not)") from None
     try:
-        value: object = json.loads(text, parse_constant=_no_constant)
+        value: object = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
     except InvalidRequest:
         raise
     except json.JSONDecodeError as error:

@@ -10,12 +10,13 @@ from carousel.protocols.common import Context, read_prompt
 from carousel.protocols.jsonio import refuse
 
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024
 # "developer" is OpenAI's newer word for "system"; templates know only the older one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # What clients copy back from an answer, always null or empty when the answer was plain text.
 _EMPTY_ONLY = ("refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "reasoning_content")
 _KNOWN = ("role", "content", "name", *_EMPTY_ONLY)
-_CONTENT = "a string, or a non-empty list of {'type': 'text', 'text': ...} parts"
+_CONTENT = f"a string, or a list of 1 to {MAX_PARTS} {{'type': 'text', 'text': ...}} parts"
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "chat_template", "tokenize"})
 
 
@@ -34,7 +35,7 @@ def _part(path: str, value: object) -> str:
 def _content(path: str, value: object) -> str:
     if isinstance(value, str):
         return read.text(path, value)
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
         refuse(path, value, _CONTENT)
     return "\n".join(_part(f"{path}[{index}]", part) for index, part in enumerate(value))
 

@@ -219,6 +219,9 @@ def _parameter_values(parameters: Mapping[str, Any]) -> Values:
     for name in _SEQUENCE & given.keys():
         if given.pop(name) not in (0, False, "", None):
             refuse(f"parameters.{name}", parameters[name], "nothing: sequences of requests are not supported")
+    if "stream" in given and read.from_text(given.pop("stream"), "boolean") not in (False, None):
+        allowed = "false: infer answers once; generate_stream over HTTP and ModelStreamInfer over gRPC stream"
+        refuse("parameters.stream", parameters["stream"], allowed)
     values = read.read_object(given, "parameters", _PARAMETERS)
     for name, kind in _OPTION_KINDS.items():
         if name in values:
@@ -247,6 +250,8 @@ def _outputs(request: V2Request, sampling: SamplingParams) -> list[str]:
     for index, name in enumerate(request.outputs):
         if name not in available:
             refuse(f"outputs[{index}].name", name, ", ".join(available))
+        if name in request.outputs[:index]:
+            refuse(f"outputs[{index}].name", name, "each output once")
     return list(request.outputs) or available
 
 

@@ -1,4 +1,4 @@
-"""Logging for a terminal and for a pod, with the request id on every line of a request and never a prompt.
+"""Logging for a terminal and for a pod, with the request id on every line of a request and no prompt unless asked.
 
 Everything that the process logs, uvicorn and kserve included, goes through the root logger's one handler, so that a
 pod's log is one JSON object a line and a terminal's is readable.
@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 import orjson
 
+from carousel.telemetry.tracing import current_trace
+
 #: The id of the request that the current task serves, or the empty string.
 current_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("carousel_request_id", default="")
 
@@ -31,10 +33,20 @@ _COLOURS = {
 _QUIET = {"asyncio": logging.WARNING, "grpc": logging.WARNING, "httpx": logging.WARNING, "httpcore": logging.WARNING}
 
 
+_prompts = False
+
+
+def prompts_wanted() -> bool:
+    """Whether the log may hold what clients wrote."""
+    return _prompts
+
+
 class _RequestId(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if not hasattr(record, "request_id"):
             record.request_id = current_request_id.get()
+        if not hasattr(record, "trace"):
+            record.trace = current_trace.get()
         return True
 
 
@@ -54,6 +66,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := getattr(record, "request_id", ""):
             line["request_id"] = request_id
+        if trace := getattr(record, "trace", None):
+            line["trace_id"], line["span_id"] = trace.trace_id, trace.span_id
         line.update(getattr(record, "fields", {}))
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
@@ -93,14 +107,24 @@ def resolve_format(format: str, stream: TextIO) -> str:
     return "text" if stream.isatty() else "json"
 
 
-def configure_logging(level: str = "info", format: str = "auto", stream: TextIO | None = None) -> None:
+def configure_logging(
+    level: str = "info", format: str = "auto", stream: TextIO | None = None, *, prompts: bool = False
+) -> None:
     """Route the whole process's logging to ``stream`` (default: standard error). May be called again.
+
+    Args:
+        level: one of ``LEVELS``.
+        format: one of ``FORMATS``.
+        stream: where lines go.
+        prompts: whether the line of a request holds its prompts.
 
     Raises:
         ValueError: for an unknown level or format.
     """
     if level.lower() not in LEVELS:
         raise ValueError(f"log level {level!r}: allowed are {', '.join(LEVELS)}")
+    global _prompts
+    _prompts = prompts
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if resolve_format(format, stream) == "json":

@@ -20,7 +20,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
 from carousel.engine.request import FinishReason
-from carousel.engine.timeline import EngineStats, RequestRecord, StepRecord
+from carousel.engine.timeline import EngineStats, Refusal, RequestRecord, StepRecord
+from carousel.telemetry.vllm_names import renamed
 
 PREFIX = "carousel_"
 
@@ -94,6 +95,8 @@ class EngineMetrics:
         model_name: value of the ``model_name`` label, the only label besides bounded enumerations.
         stats: returns the engine's present snapshot; before the engine exists, ``EngineStats()``. Called once a scrape.
         ready: whether the server takes requests now.
+        build_info: further labels of ``build_info``.
+        vllm_names: show the series under vLLM's names too.
     """
 
     def __init__(
@@ -102,11 +105,13 @@ class EngineMetrics:
         stats: Callable[[], EngineStats],
         ready: Callable[[], bool] = lambda: True,
         build_info: dict[str, str] | None = None,
+        vllm_names: bool = False,
     ) -> None:
         self.model_name = model_name
         self._stats = stats
         self._ready = ready
         self._build_info = {**versions(), **(build_info or {})}
+        self._vllm_names = vllm_names
         self._lock = threading.Lock()
         self._by_request = {name: Histogram(bounds) for name, _, bounds in _REQUEST_HISTOGRAMS}
         self._inter_token = Histogram(ITL_BUCKETS)
@@ -157,7 +162,12 @@ class EngineMetrics:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        families = list(self._families(self._stats()))
+        yield from families
+        if self._vllm_names:
+            yield from renamed(families)
+
+    def _families(self, stats: EngineStats) -> Iterator[Metric]:
         yield from self._gauges(stats)
         yield from self._counters(stats)
         yield from self._histograms()
@@ -220,6 +230,12 @@ class EngineMetrics:
         for reason in FinishReason:
             ended.add_metric([self.model_name, reason.value], count(reason, 0))
         yield ended
+        refused = CounterMetricFamily(
+            f"{PREFIX}request_refusals", "Requests refused at the door, by reason.", labels=["model_name", "reason"]
+        )
+        for refusal in Refusal:
+            refused.add_metric([self.model_name, refusal.value], stats.refusals.get(refusal, 0))
+        yield refused
 
     def _histograms(self) -> Iterator[Metric]:
         plain: list[tuple[str, str, Histogram]] = [

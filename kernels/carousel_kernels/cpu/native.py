@@ -1,0 +1,283 @@
+"""The compiled operators (``native/carousel_native.c``): loading them, and calling them with tensors.
+
+They take float32 tensors in the layouts that a decoder has. Each wrapper returns None (``rope_write_kv`` False) for
+anything else, and where there is no compiled library. ``CAROUSEL_NATIVE=0`` does without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from carousel_kernels.layout import BatchLayout
+
+__all__ = [
+    "NATIVE_VARIABLE",
+    "add_rms_norm",
+    "available",
+    "gelu_tanh_mul",
+    "limited",
+    "paged_attention",
+    "rms_norm",
+    "rope_write_kv",
+    "silu_mul",
+    "vector_bits",
+]
+
+NATIVE_VARIABLE = "CAROUSEL_NATIVE"
+"""Environment variable; with the value 0 the compiled operators are not used."""
+
+_ABI_VERSION = 1
+_MAX_DIM = 256
+_MAX_GROUP = 32
+_RUNTIMES = ("libgomp", "libiomp5", "libomp")
+
+_pointer, _int, _int64, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "carousel_abi": (_int, []),
+    "carousel_init": (_int, [_pointer, _int]),
+    "carousel_rms_norm": (None, [_pointer, _int64, _int64, _pointer, _pointer, _int64, _int, _float, _int]),
+    "carousel_add_rms_norm": (None, [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int, _float, _int]),
+    "carousel_gated": (None, [_pointer, _int64, _pointer, _int64, _int, _int, _int]),
+    "carousel_rope_write": (None, [*[_pointer, _int64] * 3, *[_pointer] * 5, _int64, *[_int] * 5]),
+    "carousel_partials": (_int64, [_int, _int, _int]),
+    "carousel_attention": (_int, [_pointer, _pointer, _pointer, _int64, _pointer, _pointer, _pointer]),
+}
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("query_start", _pointer),
+        ("context_lens", _pointer),
+        ("block_tables", _pointer),
+        ("partials", _pointer),
+        ("table_stride", _int64),
+        ("sequences", ctypes.c_int32),
+        ("decodes", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scale", _float),
+        ("softcap", _float),
+    )
+
+
+def _load() -> Any:
+    """The library with its functions typed, or None if it was not built, is of another version or does not load."""
+    if os.environ.get(NATIVE_VARIABLE) == "0":
+        return None
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+        try:
+            library = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError):
+            continue  # for another machine, or from another version
+        if library.carousel_abi() == _ABI_VERSION:
+            return library
+    return None
+
+
+def _parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch uses; LLVM's and Intel's have one as well."""
+    try:
+        loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:
+        return None
+    for name in _RUNTIMES:
+        for path in sorted(p for p in loaded if Path(p).name.startswith(name)):
+            try:
+                return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _pointer).value
+            except (OSError, AttributeError):
+                continue
+    return None
+
+
+_library = _load()
+_parallel_address = None if _library is None else _parallel()
+_bits = 0 if _library is None else int(_library.carousel_init(_parallel_address, 0))
+
+
+def available() -> bool:
+    """Whether the compiled operators were built for this machine, load, and are not switched off."""
+    return _library is not None
+
+
+def vector_bits() -> int:
+    """Width of the vectors that the compiled operators compute with; 0 without them."""
+    return _bits if available() else 0
+
+
+@contextmanager
+def limited(bits: int) -> Iterator[None]:
+    """Compute with vectors of at most ``bits`` (128, 256 or 512), as on a lesser CPU, until the block ends."""
+    global _bits
+    before = _bits
+    if _library is not None:
+        _bits = _library.carousel_init(_parallel_address, bits)
+    try:
+        yield
+    finally:
+        _bits = before
+        if _library is not None:
+            _library.carousel_init(_parallel_address, before)
+
+
+def _dense(*tensors: torch.Tensor) -> bool:
+    return all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def _heads_adjacent(x: torch.Tensor) -> bool:
+    """Whether x [T, heads, D] is float32 with only tokens apart, as in a view of a fused projection."""
+    return x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    if _library is None or not _dense(weight) or x.dtype != torch.float32 or x.stride(-1) != 1:
+        return None
+    width = x.shape[-1]
+    if x.is_contiguous():
+        inner, stride = 1, width
+    elif x.dim() == 3 and x.stride(1) == width:
+        inner, stride = x.shape[1], x.stride(0)
+    elif x.dim() == 2:
+        inner, stride = 1, x.stride(0)
+    else:
+        return None
+    out = torch.empty(x.shape)
+    _library.carousel_rms_norm(
+        x.data_ptr(), stride, inner, weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if _library is None or not _dense(x, residual, weight):
+        return None
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    _library.carousel_add_rms_norm(
+        x.data_ptr(), width, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out, residual
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor | None:
+    return _gated(x, 0)
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor | None:
+    return _gated(x, 1)
+
+
+def _gated(x: torch.Tensor, gelu: int) -> torch.Tensor | None:
+    if _library is None or not _dense(x) or x.dim() != 2:
+        return None
+    rows, doubled = x.shape
+    out = torch.empty(rows, doubled // 2)
+    _library.carousel_gated(x.data_ptr(), doubled, out.data_ptr(), rows, doubled // 2, gelu, torch.get_num_threads())
+    return out
+
+
+def rope_write_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> bool:
+    """Whether it was done."""
+    if (
+        _library is None
+        or not (_heads_adjacent(q) and _heads_adjacent(k) and _heads_adjacent(v))
+        or not _dense(cos_sin, k_cache, v_cache)
+        or not (positions.is_contiguous() and slots.is_contiguous())
+    ):
+        return False
+    tokens, heads, dim = q.shape
+    _library.carousel_rope_write(
+        q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cos_sin.data_ptr(),
+        positions.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), tokens, heads, k.shape[1], dim,
+        cos_sin.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+    return True
+
+
+class _Plan:
+    """What the calls of one step share. Holds the tensors whose addresses it has passed on."""
+
+    __slots__ = ("_batch", "_heads", "_keep", "batch")
+
+    def __init__(self, layout: BatchLayout, heads: int, dim: int) -> None:
+        threads = torch.get_num_threads()
+        assert _library is not None
+        partials = torch.empty(_library.carousel_partials(heads, dim, threads))
+        tables = [
+            t.to(torch.int32).contiguous() for t in (layout.query_start, layout.context_lens, layout.block_tables)
+        ]
+        self._keep = [*tables, partials]
+        self._batch = _Batch(
+            *(t.data_ptr() for t in self._keep), tables[2].stride(0), layout.num_sequences, layout.num_decodes, threads
+        )
+        self.batch = ctypes.addressof(self._batch)
+        self._heads: dict[object, _Heads] = {}
+
+    def heads(self, *key: Any) -> int:
+        """The address of the C form of (Hq, Hkv, D, window, scale, softcap)."""
+        made = self._heads.get(key)
+        if made is None:
+            made = self._heads[key] = _Heads(*key)
+        return ctypes.addressof(made)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: BatchLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor | None:
+    if _library is None or not (_heads_adjacent(q) and _dense(k_cache, v_cache)):
+        return None
+    heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    if dim % 16 or dim > _MAX_DIM or heads > _MAX_GROUP * kv_heads:
+        return None
+    plans: dict[object, Any] | None = layout.plan
+    if plans is None:
+        plans = layout.plan = {}
+    plan: _Plan | None = plans.get((heads, dim))
+    if plan is None:
+        plan = plans[heads, dim] = _Plan(layout, heads, dim)
+    out = torch.empty(q.shape)
+    status = _library.carousel_attention(
+        plan.batch, plan.heads(heads, kv_heads, dim, window or 0, scale, softcap or 0.0), q.data_ptr(), q.stride(0),
+        k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    if status:
+        raise MemoryError("no memory for the plan of an attention")
+    return out

@@ -1,0 +1,467 @@
+/* The loops of the operators, included once per instruction set by carousel_native.c, which defines
+ *   NAME(x)  the name of x for this instruction set
+ *   TARGET   the function attribute that selects it
+ *   VL       floats per vector: 16, 8 or 4
+ *   WIDE     vectors per row of a register tile: 4 where there are 32 vector registers, else 2
+ *
+ * Attention is computed in tiles of keys with the online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention,
+ * 2022): a running maximum m, sum l and unnormalised output o per query row, in base 2.
+ */
+#define FN static TARGET
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+#define vec NAME(vec)
+typedef float vec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+INLINE vec NAME(load)(const float *p) { return *(const vec *)p; }
+INLINE void NAME(store)(float *p, vec v) { *(vec *)p = v; }
+
+/* 2^x for x clamped to [-126, 127], within 2e-7 of it relatively; NaN stays NaN. The polynomial is a minimax fit of 2^r
+ * over |r| <= 1/2 with value 1 at 0. Scalar code: the loops that call it are vectorised. */
+INLINE float NAME(exp2)(float x) {
+    x = x < -126.0f ? -126.0f : x;
+    x = x > 127.0f ? 127.0f : x;
+    float shifted = x + 12582912.0f; /* 1.5 * 2^23: the integer part, rounded, ends up in the low bits */
+    float r = x - (shifted - 12582912.0f);
+    int32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (int32_t)((uint32_t)bits << 23) + 0x3f800000;
+    float power;
+    memcpy(&power, &bits, 4);
+    float p = 0.00132647272f;
+    p = p * r + 0.00967151264f;
+    p = p * r + 0.0555073374f;
+    p = p * r + 0.240222421f;
+    p = p * r + 0.693146978f;
+    return (p * r + 1.0f) * power;
+}
+
+INLINE float NAME(sigmoid)(float x) { return 1.0f / (1.0f + NAME(exp2)(x * -LOG2_E)); }
+
+/* ---- norms and activations, a row at a time ---- */
+
+INLINE void NAME(scale_row)(const float *x, const float *weight, float *out, float sum_of_squares, int n, float eps) {
+    const float inverse = 1.0f / sqrtf(sum_of_squares / (float)n + eps);
+#pragma omp simd
+    for (int i = 0; i < n; i++) out[i] = x[i] * inverse * weight[i];
+}
+
+FN void NAME(rms_norm)(const void *arguments, int64_t first, int64_t last) {
+    const struct rows *job = arguments;
+    const int n = job->width;
+    for (int64_t row = first; row < last; row++) {
+        const float *x = job->x + row / job->inner * job->x_stride + row % job->inner * n;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < n; i++) sum += x[i] * x[i];
+        NAME(scale_row)(x, job->weight, job->out + row * n, sum, n, job->eps);
+    }
+}
+
+FN void NAME(add_rms_norm)(const void *arguments, int64_t first, int64_t last) {
+    const struct rows *job = arguments;
+    const int n = job->width;
+    for (int64_t row = first; row < last; row++) {
+        const float *x = job->x + row * job->x_stride;
+        float *residual = job->residual + row * n;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < n; i++) {
+            float total = x[i] + residual[i];
+            residual[i] = total;
+            sum += total * total;
+        }
+        NAME(scale_row)(residual, job->weight, job->out + row * n, sum, n, job->eps);
+    }
+}
+
+FN void NAME(silu_mul)(const void *arguments, int64_t first, int64_t last) {
+    const struct rows *job = arguments;
+    const int n = job->width;
+    for (int64_t row = first; row < last; row++) {
+        const float *gate = job->x + row * job->x_stride, *up = gate + n;
+        float *out = job->out + row * n;
+#pragma omp simd
+        for (int i = 0; i < n; i++) out[i] = gate[i] * NAME(sigmoid)(gate[i]) * up[i];
+    }
+}
+
+/* (1 + tanh y) / 2 is sigmoid(2y). */
+FN void NAME(gelu_tanh_mul)(const void *arguments, int64_t first, int64_t last) {
+    const struct rows *job = arguments;
+    const int n = job->width;
+    for (int64_t row = first; row < last; row++) {
+        const float *gate = job->x + row * job->x_stride, *up = gate + n;
+        float *out = job->out + row * n;
+#pragma omp simd
+        for (int i = 0; i < n; i++) {
+            float g = gate[i], doubled = g * (1.5957691216f + 0.0713548163f * g * g);
+            out[i] = g * NAME(sigmoid)(doubled) * up[i];
+        }
+    }
+}
+
+/* ---- rotary embedding with the KV write ---- */
+
+INLINE void NAME(rotate)(const float *x, float *out, const float *cos, const float *sin, int half) {
+#pragma omp simd
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        out[i] = a * cos[i] - b * sin[i];
+        out[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+FN void NAME(rope_write)(const void *arguments, int64_t first, int64_t last) {
+    const struct rope *job = arguments;
+    const int dim = job->dim, half = job->rotary / 2;
+    for (int64_t t = first; t < last; t++) {
+        const float *cos = job->cos_sin + job->positions[t] * job->rotary, *sin = cos + half;
+        float *q = job->q + t * job->q_stride;
+        for (int h = 0; h < job->heads; h++) NAME(rotate)(q + h * dim, q + h * dim, cos, sin, half);
+        const int64_t slot = job->slots[t] * job->kv_heads * dim;
+        const float *k = job->k + t * job->k_stride;
+        for (int h = 0; h < job->kv_heads * dim; h += dim) {
+            NAME(rotate)(k + h, job->k_cache + slot + h, cos, sin, half);
+            for (int i = 2 * half; i < dim; i++) job->k_cache[slot + h + i] = k[h + i];
+        }
+        memcpy(job->v_cache + slot, job->v + t * job->v_stride, sizeof(float) * (size_t)(job->kv_heads * dim));
+    }
+}
+
+/* ---- attention ---- */
+
+/* c[rows, cols] (+)= a[rows, n] b[n, cols] for ROWS rows and COLS vectors of columns, held in registers. */
+INLINE void NAME(tile)(const int ROWS, const int COLS, float *c, int64_t ldc, const float *a, int64_t lda,
+                       const float *const *b, int col, int n, const int accumulate) {
+    vec sum[6][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < COLS; v++)
+            sum[r][v] = accumulate ? NAME(load)(c + r * ldc + col + v * VL) : (vec){0};
+    for (int j = 0; j < n; j++) {
+        const float *row = b[j] + col;
+        vec right[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < COLS; v++) right[v] = NAME(load)(row + v * VL);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < COLS; v++) sum[r][v] += a[r * lda + j] * right[v];
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < COLS; v++) NAME(store)(c + r * ldc + col + v * VL, sum[r][v]);
+}
+
+INLINE void NAME(columns)(const int COLS, float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b,
+                          int col, int n, int rows, const int accumulate) {
+    int r = 0;
+    for (; r + 6 <= rows; r += 6) NAME(tile)(6, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate);
+    if (r + 3 <= rows) {
+        NAME(tile)(3, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate);
+        r += 3;
+    }
+    for (; r < rows; r++) NAME(tile)(1, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate);
+}
+
+/* c[rows, cols] (+)= a[rows, n] b[n, cols]; b by the address of each of its rows, cols a multiple of VL. */
+INLINE void NAME(multiply)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
+                           int cols, const int accumulate) {
+    int col = 0;
+    for (; col + WIDE * VL <= cols; col += WIDE * VL)
+        NAME(columns)(WIDE, c, ldc, a, lda, b, col, n, rows, accumulate);
+    for (; col < cols; col += VL) NAME(columns)(1, c, ldc, a, lda, b, col, n, rows, accumulate);
+}
+
+FN void NAME(scores)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
+                     int cols) {
+    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 0);
+}
+
+FN void NAME(weigh)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
+                    int cols) {
+    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 1);
+}
+
+/* Exchange of the halves of 2h lanes between two vectors: one step of transposing VL vectors. */
+#define LOW_(l, h) ((l) & (h) ? VL + (l) - (h) : (l))
+#define HIGH_(l, h) ((l) & (h) ? VL + (l) : (l) + (h))
+#if VL == 16
+#define LANES(f, h)                                                                                              \
+    f(0, h), f(1, h), f(2, h), f(3, h), f(4, h), f(5, h), f(6, h), f(7, h), f(8, h), f(9, h), f(10, h), f(11, h), \
+        f(12, h), f(13, h), f(14, h), f(15, h)
+#elif VL == 8
+#define LANES(f, h) f(0, h), f(1, h), f(2, h), f(3, h), f(4, h), f(5, h), f(6, h), f(7, h)
+#else
+#define LANES(f, h) f(0, h), f(1, h), f(2, h), f(3, h)
+#endif
+#define LOW(a, b, h) SHUFFLE(vec, a, b, LANES(LOW_, h))
+#define HIGH(a, b, h) SHUFFLE(vec, a, b, LANES(HIGH_, h))
+
+/* v[i] becomes lane sums: lane i of v[0] is the sum of the lanes of the old v[i]. */
+#define ADD_STEP(v, h)              \
+    _Pragma("GCC unroll 16")        \
+    for (int i = 0; i < (h); i++) v[i] = LOW(v[i], v[i + (h)], h) + HIGH(v[i], v[i + (h)], h);
+
+#define TRANSPOSE_STEP(v, h)                                           \
+    _Pragma("GCC unroll 16")                                           \
+    for (int i = 0; i < VL; i++)                                       \
+        if (!(i & (h))) {                                              \
+            vec low = LOW(v[i], v[i + (h)], h);                        \
+            v[i + (h)] = HIGH(v[i], v[i + (h)], h);                    \
+            v[i] = low;                                                \
+        }
+
+INLINE vec NAME(lane_sums)(vec *v) {
+#if VL >= 16
+    ADD_STEP(v, 8)
+#endif
+#if VL >= 8
+    ADD_STEP(v, 4)
+#endif
+    ADD_STEP(v, 2)
+    ADD_STEP(v, 1)
+    return v[0];
+}
+
+/* Keys of one tile, by the address of each, into columns of out [dim, KEYS]. */
+FN void NAME(transpose_keys)(const float *const *keys, int count, int dim, float *out) {
+    for (int k = 0; k < count; k += VL)
+        for (int d = 0; d < dim; d += VL) {
+            vec v[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) v[i] = NAME(load)(keys[k + i] + d);
+#if VL >= 16
+            TRANSPOSE_STEP(v, 8)
+#endif
+#if VL >= 8
+            TRANSPOSE_STEP(v, 4)
+#endif
+            TRANSPOSE_STEP(v, 2)
+            TRANSPOSE_STEP(v, 1)
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) NAME(store)(out + (d + i) * KEYS + k, v[i]);
+        }
+}
+
+/* Scores of few rows against the keys of a tile. On the way what comes next (NULL: nothing) is called for. */
+FN void NAME(dot_scores)(const float *q, int rows, int dim, const float *const *keys, int count,
+                         const float *const *next_keys, const float *const *next_values, float *scores) {
+    for (int k = 0; k < count; k += VL)
+        for (int r = 0; r < rows; r++) {
+            vec v[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) v[i] = (vec){0};
+            for (int d = 0; d < dim; d += VL) {
+                vec query = NAME(load)(q + r * dim + d);
+#pragma GCC unroll 16
+                for (int i = 0; i < VL; i++) v[i] += query * NAME(load)(keys[k + i] + d);
+            }
+            NAME(store)(scores + r * KEYS + k, NAME(lane_sums)(v));
+            if (r == 0 && next_keys != NULL)
+                for (int i = 0; i < VL; i++)
+                    for (int d = 0; d < dim; d += 16) {
+                        __builtin_prefetch(next_keys[k + i] + d, 0, 2);
+                        __builtin_prefetch(next_values[k + i] + d, 0, 2);
+                    }
+        }
+}
+
+INLINE void NAME(soften)(float *x, int n, float cap) {
+#pragma omp simd
+    for (int i = 0; i < n; i++) {
+        float e = NAME(exp2)(fabsf(x[i]) * (-2.0f * LOG2_E)); /* tanh |x| = (1 - e) / (1 + e) */
+        x[i] = copysignf((1.0f - e) / (1.0f + e), x[i]) * cap;
+    }
+}
+
+/* Scores of one row become weights; m, l and o are brought up to date. Keys outside [low, high) are hidden. */
+INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, float *m, float *l, float *o, int dim) {
+    if (cap > 0) NAME(soften)(x, n, cap);
+    for (int i = 0; i < low && i < n; i++) x[i] = -INFINITY;
+    for (int i = high > 0 ? high : 0; i < n; i++) x[i] = -INFINITY;
+    float top = *m, sum = 0;
+#pragma omp simd reduction(max : top)
+    for (int i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    if (top == -INFINITY) { /* nothing seen yet: a difference of infinities would be NaN */
+        memset(x, 0, sizeof(float) * (size_t)n);
+        return;
+    }
+    if (top != *m) {
+        const float factor = NAME(exp2)(*m - top);
+        *l *= factor;
+#pragma omp simd
+        for (int d = 0; d < dim; d++) o[d] *= factor;
+        *m = top;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) {
+        float weight = NAME(exp2)(x[i] - top);
+        x[i] = weight;
+        sum += weight;
+    }
+    *l += sum;
+}
+
+/* One tile of keys for query rows of one KV head. first: position of the tile's first key; row r stands at position
+ * position + r / group. count keys exist; rows before first_row see none of them. */
+INLINE void NAME(online_softmax)(const struct attention *job, float *scores, int rows, int count, int64_t first,
+                                 int64_t position, float *m, float *l, float *o) {
+    const int dim = job->dim, group = job->heads / job->kv_heads, n = (count + VL - 1) / VL * VL;
+    for (int r = 0; r < rows; r++) {
+        const int64_t at = position + r / group;
+        const int64_t high = at + 1 - first, low = job->window > 0 ? high - job->window : 0;
+        NAME(soft_max_row)(scores + r * KEYS, n, (int)(low > 0 ? low : 0), (int)(high < count ? high : count),
+                           job->cap, m + r, l + r, o + (int64_t)r * dim, dim);
+    }
+}
+
+/* The addresses of up to KEYS keys (or values) of a KV head, whole blocks from the given one. */
+INLINE int NAME(addresses)(const struct attention *job, const float *cache, const int32_t *table, int64_t first_block,
+                           int64_t end_block, int head, const float **out) {
+    const int64_t token = (int64_t)job->kv_heads * job->dim;
+    int n = 0;
+    for (int64_t b = first_block; b < end_block && n < KEYS; b++) {
+        const float *base = cache + table[b] * BLOCK * token + (int64_t)head * job->dim;
+        for (int i = 0; i < BLOCK; i++) out[n++] = base + i * token;
+    }
+    return n;
+}
+
+INLINE void NAME(finish_rows)(const float *l, const float *o, int rows, int dim, float *out) {
+    for (int r = 0; r < rows; r++) {
+        const float inverse = 1.0f / l[r];
+#pragma omp simd
+        for (int d = 0; d < dim; d++) out[r * dim + d] = o[r * dim + d] * inverse;
+    }
+}
+
+/* Blocks [first, end) of a sequence with one new token, all heads. The heads go tile by tile together, because their
+ * keys lie side by side. Results go to partial [heads] m, [heads] l, [heads, dim] o, or, if NULL, finished to out. */
+FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, int64_t end, float *partial) {
+    const int dim = job->dim, group = job->heads / job->kv_heads;
+    const int together = MAX_DECODE / (group * dim) < job->kv_heads ? MAX_DECODE / (group * dim) : job->kv_heads;
+    const int32_t *table = job->block_tables + (int64_t)sequence * job->table_stride;
+    const int64_t context = job->context_lens[sequence];
+    const int32_t row = job->query_start[sequence];
+    float q[MAX_DECODE], o[MAX_DECODE], m[MAX_DECODE / BLOCK], l[MAX_DECODE / BLOCK], scores[MAX_GROUP * KEYS];
+    const float *keys[KEYS], *values[KEYS], *next_keys[KEYS], *next_values[KEYS];
+    for (int head = 0; head < job->kv_heads; head += together) {
+        const int heads = job->kv_heads - head < together ? job->kv_heads - head : together, rows = heads * group;
+        const float *queries = job->q + row * job->q_stride + (int64_t)head * group * dim;
+        for (int i = 0; i < rows * dim; i++) q[i] = queries[i] * job->scale;
+        memset(o, 0, sizeof(float) * (size_t)(rows * dim));
+        for (int r = 0; r < rows; r++) m[r] = -INFINITY, l[r] = 0;
+        for (int64_t block = first; block < end; block += KEYS / BLOCK)
+            for (int h = 0; h < heads; h++) {
+                const int found = NAME(addresses)(job, job->k_cache, table, block, end, head + h, keys);
+                NAME(addresses)(job, job->v_cache, table, block, end, head + h, values);
+                const int64_t next = block + KEYS / BLOCK;
+                const int ahead = NAME(addresses)(job, job->k_cache, table, next, end, head + h, next_keys);
+                NAME(addresses)(job, job->v_cache, table, next, end, head + h, next_values);
+                for (int i = ahead; i < found; i++) next_keys[i] = keys[i], next_values[i] = values[i];
+                const int64_t left = context - block * BLOCK;
+                const int count = (int)(left < found ? left : found);
+                const int at = h * group;
+                NAME(dot_scores)(q + at * dim, group, dim, keys, found, ahead ? next_keys : NULL, next_values, scores);
+                NAME(online_softmax)(job, scores, group, count, block * BLOCK, context - 1, m + at, l + at,
+                                     o + at * dim);
+                NAME(weigh)(o + at * dim, dim, scores, KEYS, values, count, group, dim);
+            }
+        const int64_t at = (int64_t)head * group;
+        if (partial == NULL) {
+            NAME(finish_rows)(l, o, rows, dim, job->out + (row * (int64_t)job->heads + at) * dim);
+            continue;
+        }
+        memcpy(partial + at, m, sizeof(float) * (size_t)rows);
+        memcpy(partial + job->heads + at, l, sizeof(float) * (size_t)rows);
+        memcpy(partial + 2 * job->heads + at * dim, o, sizeof(float) * (size_t)(rows * dim));
+    }
+}
+
+/* Partial results of one sequence, added up (as FlashDecoding does). */
+FN void NAME(combine)(const struct attention *job, int sequence, const float *partials, int parts) {
+    const int dim = job->dim, heads = job->heads;
+    const int64_t stride = (int64_t)heads * (dim + 2);
+    for (int h = 0; h < heads; h++) {
+        float *out = job->out + (job->query_start[sequence] * (int64_t)heads + h) * dim;
+        float top = -INFINITY, sum = 0;
+        for (int p = 0; p < parts; p++) top = partials[p * stride + h] > top ? partials[p * stride + h] : top;
+        memset(out, 0, sizeof(float) * (size_t)dim);
+        for (int p = 0; p < parts; p++) {
+            const float *part = partials + p * stride, *o = part + 2 * heads + (int64_t)h * dim;
+            const float factor = NAME(exp2)(part[h] - top);
+            sum += factor * part[heads + h];
+#pragma omp simd
+            for (int d = 0; d < dim; d++) out[d] += factor * o[d];
+        }
+#pragma omp simd
+        for (int d = 0; d < dim; d++) out[d] /= sum;
+    }
+}
+
+/* New tokens [first, end) of a sequence, one KV head: the group's query heads are further rows of the same product. */
+FN void NAME(chunk)(const struct attention *job, int sequence, int first, int end, int head) {
+    const int dim = job->dim, group = job->heads / job->kv_heads, rows = (end - first) * group;
+    const int32_t *table = job->block_tables + (int64_t)sequence * job->table_stride;
+    const int64_t row = job->query_start[sequence] + first;
+    const int64_t position = job->context_lens[sequence] - (job->query_start[sequence + 1] - row);
+    const int64_t context = position + (end - first); /* what the last of these tokens sees */
+    float q[MAX_ROWS * MAX_DIM], o[MAX_ROWS * MAX_DIM], m[MAX_ROWS], l[MAX_ROWS], scores[MAX_ROWS * KEYS];
+    float transposed[MAX_DIM * KEYS];
+    const float *keys[KEYS], *values[KEYS], *by_dim[MAX_DIM];
+    for (int d = 0; d < dim; d++) by_dim[d] = transposed + d * KEYS;
+    for (int r = 0; r < rows; r++) {
+        const float *query = job->q + (row + r / group) * job->q_stride + (int64_t)(head * group + r % group) * dim;
+        for (int d = 0; d < dim; d++) q[r * dim + d] = query[d] * job->scale;
+        m[r] = -INFINITY, l[r] = 0;
+    }
+    memset(o, 0, sizeof(float) * (size_t)(rows * dim));
+    const int64_t unseen = job->window > 0 ? position + 1 - job->window : 0;
+    const int64_t end_block = (context + BLOCK - 1) / BLOCK;
+    for (int64_t block = unseen > 0 ? unseen / BLOCK : 0; block < end_block; block += KEYS / BLOCK) {
+        const int64_t start = block * BLOCK;
+        const int found = NAME(addresses)(job, job->k_cache, table, block, end_block, head, keys);
+        NAME(addresses)(job, job->v_cache, table, block, end_block, head, values);
+        const int count = (int)(context - start < found ? context - start : found);
+        const int skip = start > position ? (int)(start - position) * group : 0; /* rows that see none of these keys */
+        const int live = rows - skip;
+        NAME(transpose_keys)(keys, found, dim, transposed);
+        NAME(scores)(scores, KEYS, q + skip * dim, dim, by_dim, dim, live, found);
+        NAME(online_softmax)(job, scores, live, count, start, position + skip / group, m + skip, l + skip,
+                             o + skip * dim);
+        NAME(weigh)(o + skip * dim, dim, scores, KEYS, values, count, live, dim);
+    }
+    for (int r = 0; r < rows; r++)
+        NAME(finish_rows)(l + r, o + r * dim, 1, dim,
+                          job->out + ((row + r / group) * job->heads + head * group + r % group) * dim);
+}
+
+static const struct operators NAME(operators) = {
+    .rms_norm = NAME(rms_norm),
+    .add_rms_norm = NAME(add_rms_norm),
+    .silu_mul = NAME(silu_mul),
+    .gelu_tanh_mul = NAME(gelu_tanh_mul),
+    .rope_write = NAME(rope_write),
+    .decode = NAME(decode),
+    .combine = NAME(combine),
+    .chunk = NAME(chunk),
+};
+
+#undef FN
+#undef INLINE
+#undef vec
+#undef LOW_
+#undef HIGH_
+#undef LANES
+#undef LOW
+#undef HIGH
+#undef ADD_STEP
+#undef TRANSPOSE_STEP
+#undef NAME
+#undef TARGET
+#undef VL
+#undef WIDE

@@ -1,0 +1,125 @@
+"""Triton's gRPC messages that KServe's copy of the protocol lacks: stream responses, model configuration, repository.
+
+Two copies of one protobuf package cannot live in a process, and KServe's (``inference``) is here already. These are
+therefore declared at run time in a package of our own. On the wire only field numbers count, and methods are found by
+their path, so Triton's clients cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+
+from carousel.engine.errors import InvalidRequest
+
+_PACKAGE = "carousel.triton"
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "string": _FIELD.TYPE_STRING,
+    "bool": _FIELD.TYPE_BOOL,
+    "int32": _FIELD.TYPE_INT32,
+    "int64": _FIELD.TYPE_INT64,
+}
+
+# name: (field, number, type); a type that is no scalar is a message; "*" repeats. Triton's enums are int32 on the wire.
+_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "StreamResponse": (("error_message", 1, "string"), ("infer_response", 2, ".inference.ModelInferResponse")),
+    "ConfigRequest": (("name", 1, "string"), ("version", 2, "string")),
+    "InputConfig": (("name", 1, "string"), ("data_type", 2, "int32"), ("dims", 4, "int64*")),
+    "OutputConfig": (("name", 1, "string"), ("data_type", 2, "int32"), ("dims", 3, "int64*")),
+    "TransactionPolicy": (("decoupled", 1, "bool"),),
+    "Config": (
+        ("name", 1, "string"),
+        ("platform", 2, "string"),
+        ("max_batch_size", 4, "int32"),
+        ("input", 5, "InputConfig*"),
+        ("output", 6, "OutputConfig*"),
+        ("backend", 17, "string"),
+        ("model_transaction_policy", 19, "TransactionPolicy"),
+    ),
+    "ConfigResponse": (("config", 1, "Config"),),
+    "IndexRequest": (("repository_name", 1, "string"), ("ready", 2, "bool")),
+    "ModelIndex": (("name", 1, "string"), ("version", 2, "string"), ("state", 3, "string"), ("reason", 4, "string")),
+    "IndexResponse": (("models", 1, "ModelIndex*"),),
+}
+
+#: Triton's ``DataType``.
+DATA_TYPES = {
+    "TYPE_INVALID": 0,
+    "TYPE_BOOL": 1,
+    "TYPE_UINT8": 2,
+    "TYPE_UINT16": 3,
+    "TYPE_UINT32": 4,
+    "TYPE_UINT64": 5,
+    "TYPE_INT8": 6,
+    "TYPE_INT16": 7,
+    "TYPE_INT32": 8,
+    "TYPE_INT64": 9,
+    "TYPE_FP16": 10,
+    "TYPE_FP32": 11,
+    "TYPE_FP64": 12,
+    "TYPE_STRING": 13,
+    "TYPE_BF16": 14,
+}
+
+
+def _declare() -> dict[str, type[Message]]:
+    file = descriptor_pb2.FileDescriptorProto(name="carousel/triton.proto", package=_PACKAGE, syntax="proto3")
+    file.dependency.append(pb.DESCRIPTOR.name)
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind in fields:
+            label = _FIELD.LABEL_REPEATED if kind.endswith("*") else _FIELD.LABEL_OPTIONAL
+            kind = kind.rstrip("*")
+            declared = message.field.add(name=field, number=number, label=label)
+            if kind in _SCALARS:
+                declared.type = _SCALARS[kind]
+            else:
+                declared.type = _FIELD.TYPE_MESSAGE
+                declared.type_name = kind if kind.startswith(".") else f".{_PACKAGE}.{kind}"
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES
+    }
+
+
+_classes: dict[str, Any] = _declare()
+StreamResponse: Any = _classes["StreamResponse"]
+ConfigRequest: Any = _classes["ConfigRequest"]
+ConfigResponse: Any = _classes["ConfigResponse"]
+IndexRequest: Any = _classes["IndexRequest"]
+IndexResponse: Any = _classes["IndexResponse"]
+
+
+def decode(kind: Any, raw: bytes) -> Any:
+    """A message of class ``kind`` out of its bytes.
+
+    Raises:
+        InvalidRequest: they are none; a ``string`` field that is not UTF-8 counts as well.
+    """
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        shown = f"{len(raw)} bytes"
+        allowed = f"a serialised {kind.DESCRIPTOR.name} (its strings in valid UTF-8)"
+        raise InvalidRequest("message", shown, allowed) from None
+
+
+def config_response(config: dict[str, Any], decoupled: bool) -> Any:
+    """The answer to ModelConfig.
+
+    Args:
+        config: ``CarouselDataPlane.model_config``'s.
+        decoupled: whether a request may get more responses than one.
+    """
+
+    def typed(tensor: dict[str, Any]) -> dict[str, Any]:
+        return {**tensor, "data_type": DATA_TYPES[tensor["data_type"]]}
+
+    fields = {**config, "input": [typed(item) for item in config["input"]]}
+    fields["output"] = [typed(item) for item in config["output"]]
+    return ConfigResponse(config={**fields, "model_transaction_policy": {"decoupled": decoupled}})

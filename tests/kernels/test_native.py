@@ -1,0 +1,188 @@
+"""The compiled operators against the reference, with each width of vectors that this CPU has, on one thread and two."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.batches import Batch, make_batch
+
+import carousel_kernels as ck
+from carousel_kernels.cpu import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled operators")
+BITS = pytest.mark.parametrize("bits", [128, 256, 512])
+ONE_OR_TWO = st.sampled_from([1, 2])
+
+
+@contextmanager
+def compiled(bits: int, threads: int) -> Iterator[None]:
+    if native.vector_bits() < bits:
+        pytest.skip(f"no vectors of {bits} bits")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with native.limited(bits), torch.inference_mode():
+            assert native.vector_bits() == bits
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def attend(batch: Batch, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    out = native.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.layout, scale, window, softcap)
+    assert out is not None
+    return out
+
+
+def reference(batch: Batch, **options: float | None) -> torch.Tensor:
+    with ck.use_backend("reference"):
+        return ck.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.layout, **options)
+
+
+@BITS
+@settings(max_examples=80, deadline=None)
+@given(
+    sequences=st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 400), st.just(1)),
+            st.tuples(st.integers(0, 150), st.integers(2, 120)),
+            st.tuples(st.sampled_from([14, 15, 16, 47, 48, 63, 64, 65]), st.sampled_from([1, 2, 16, 17, 64])),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    heads=st.sampled_from([(1, 1), (9, 3), (2, 2), (5, 1), (8, 4), (14, 2), (32, 1)]),
+    dim=st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128, 256]),
+    window=st.none() | st.integers(1, 200),
+    softcap=st.none() | st.sampled_from([1.5, 50.0]),
+    threads=ONE_OR_TWO,
+    seed=st.integers(0, 1000),
+)
+def test_attention(
+    bits: int,
+    sequences: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+    threads: int,
+    seed: int,
+) -> None:
+    batch = make_batch(sequences, num_heads=heads[0], num_kv_heads=heads[1], dim=dim, seed=seed)
+    expected = reference(batch, scale=dim**-0.5, sliding_window=window, softcap=softcap)
+    with compiled(bits, threads):
+        got = attend(batch, dim**-0.5, window, softcap)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@BITS
+@pytest.mark.parametrize("context", [2000, 4097])
+@pytest.mark.parametrize("window", [None, 1000])
+def test_one_long_sequence_is_split_over_threads(bits: int, context: int, window: int | None) -> None:
+    batch = make_batch([(context - 1, 1), (63, 1), (3, 1)], num_heads=9, num_kv_heads=3, dim=64)
+    expected = reference(batch, scale=0.125, sliding_window=window, softcap=None)
+    with compiled(bits, 2):
+        got = attend(batch, 0.125, window, None)
+        again = attend(batch, 0.125, window, None)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(got, again)  # which thread takes which part makes no difference
+
+
+@BITS
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_scores_of_any_size(bits: int, size: float) -> None:
+    """Large scores make a hard maximum, and partial maxima that differ by more than an exponential can hold."""
+    batch = make_batch([(700, 1), (0, 200)], num_heads=4, num_kv_heads=2, dim=32)
+    batch.q = batch.q * size
+    batch.layout.plan = None
+    expected = reference(batch, scale=1.0, sliding_window=None, softcap=None)
+    with compiled(bits, 2):
+        got = attend(batch, 1.0, None, None)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * max(1.0, size / 10))
+
+
+@BITS
+def test_no_sequence_sees_the_trouble_of_another(bits: int) -> None:
+    batch = make_batch([(200, 1), (90, 1), (0, 40), (20, 33)], num_heads=4, num_kv_heads=2, dim=32)
+    expected = reference(batch, scale=0.2, sliding_window=None, softcap=None)
+    batch.k_cache[batch.layout.block_tables[1, 2]] = float("nan")
+    with compiled(bits, 2):
+        got = attend(batch, 0.2, None, None)
+    assert got[1].isnan().all()
+    others = [row for row in range(len(got)) if row != 1]
+    torch.testing.assert_close(got[others], expected[others], rtol=2e-5, atol=2e-5)
+
+
+def test_what_does_not_fit_is_declined() -> None:
+    def attention(**options: object) -> torch.Tensor | None:
+        batch = make_batch([(20, 1)], **options)
+        return native.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.layout, 1.0, None, None)
+
+    assert attention(dim=16) is not None
+    assert attention(dim=24) is None
+    assert attention(dim=272) is None
+    assert attention(num_heads=33, num_kv_heads=1) is None
+    assert attention(dtype=torch.bfloat16) is None
+    x = torch.ones(4, 32)
+    assert native.silu_mul(x.bfloat16()) is None
+    assert native.silu_mul(x[:, ::2]) is None
+    assert native.rms_norm(x, torch.ones(32).bfloat16(), 1e-5) is None
+    assert native.add_rms_norm(x, x.bfloat16(), torch.ones(32), 1e-5) is None
+    q, cache = torch.ones(2, 3, 4, 16), torch.ones(2, 1, 16, 4, 16)
+    slots, cos_sin = torch.arange(3), torch.ones(9, 16)
+    assert native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, *cache, slots)
+    assert not native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, *cache.bfloat16(), slots)
+    assert not native.rope_write_kv(q[0].mT.contiguous().mT, q[1], q[1], cos_sin, slots, *cache, slots)
+
+
+@BITS
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 300), width=st.sampled_from([1, 7, 16, 64, 100, 576]), threads=ONE_OR_TWO)
+def test_rows(bits: int, rows: int, width: int, threads: int) -> None:
+    torch.manual_seed(rows)
+    x, residual, weight = torch.randn(rows, width) * 3, torch.randn(rows, width), torch.randn(width)
+    doubled = torch.randn(rows, 2 * width) * 4
+    heads = torch.randn(rows, 5 * width)[:, width : 4 * width].view(rows, 3, width)
+    expected_sum = x + residual
+    with ck.use_backend("reference"):
+        norms = [ck.rms_norm(t, weight, 1e-3) for t in (x, heads, expected_sum)]
+        gates = [ck.silu_mul(doubled), ck.gelu_tanh_mul(doubled)]
+    with compiled(bits, threads):
+        pair = native.add_rms_norm(x, residual, weight, 1e-3)
+        assert pair is not None
+        got = [native.rms_norm(x, weight, 1e-3), native.rms_norm(heads, weight, 1e-3), pair[0]]
+        got_gates = [native.silu_mul(doubled), native.gelu_tanh_mul(doubled)]
+    assert torch.equal(pair[1], expected_sum)
+    for a, b in zip(got + got_gates, norms + gates, strict=True):
+        assert a is not None
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@BITS
+def test_gates_far_from_zero(bits: int) -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -40.0, 0.0, 40.0, 88.0, 1e15, math.inf, math.nan])
+    x = torch.cat([gate, torch.ones(10)]).unsqueeze(0)
+    with ck.use_backend("reference"):
+        expected = ck.silu_mul(x), ck.gelu_tanh_mul(x)
+    with compiled(bits, 1):
+        for a, b in zip((native.silu_mul(x), native.gelu_tanh_mul(x)), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_another_environment_does_without() -> None:
+    code = (
+        "import torch, carousel_kernels as ck\nfrom carousel_kernels.cpu import native\n"
+        "print(native.available(), native.vector_bits(), ck.silu_mul(torch.tensor([[0.0, 2.0]])).tolist())"
+    )
+    environment = os.environ | {native.NATIVE_VARIABLE: "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False 0 [[0.0]]\n"

@@ -1,0 +1,170 @@
+"""A whole server in this process on the real tiny engine, with a neighbour that streams while others misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+from tests.engine.tiny import tiny_model, tiny_settings
+from tests.server.conftest import free_port, wait_until
+
+from carousel.config import Settings
+from carousel.engine.engine import Engine
+from carousel.server import serve
+
+MODEL = "tiny"
+CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+PREDICT, INFER = "/v1/models/tiny:predict", "/v2/models/tiny/infer"
+GENERATE, STREAM = "/v2/models/tiny/generate", "/v2/models/tiny/generate_stream"
+
+
+@dataclass
+class TinyServer:
+    """``engine`` is the one that runs; ``address`` is for raw sockets."""
+
+    settings: Settings
+    engines: list[Engine] = field(default_factory=list)
+    servers: list[Any] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.settings.http_port}"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.settings.http_port
+
+    @property
+    def connections(self) -> int:
+        """TCP connections to the HTTP port that the server has open, as the system counts them."""
+        port = f":{self.settings.http_port:04X}"
+        lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+        return sum(1 for line in lines if line[1].endswith(port) and line[3] in ("01", "08"))  # established, close-wait
+
+    def expect_clean(self) -> None:
+        """Nothing is live, no block is held, and the books balance."""
+        wait_until(lambda: self.live == 0, 10)
+        stats = self.engine.stats()
+        assert stats.admitted == sum(stats.finished.values())
+        wait_until(lambda: self.free_blocks == self.engine.stats().num_blocks, 5)
+        assert self.engine.failure is None
+        assert self.engine.alive
+
+    @property
+    def live(self) -> int:
+        stats = self.engine.stats()
+        return stats.num_requests_running + stats.num_requests_waiting
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that a request could take: free, or cached and referenced by nobody."""
+        stats = self.engine.stats()
+        return stats.num_free_blocks + stats.num_cached_blocks
+
+
+@contextlib.contextmanager
+def tiny_server(**changes: Any) -> Iterator[TinyServer]:
+    """A ready server; ``changes`` are settings. Fails if it does not end cleanly."""
+    settings = dataclasses.replace(
+        tiny_settings(), model="tiny", http_port=free_port(), grpc=False, drain_seconds=2.0, log_level="critical"
+    )
+    settings = dataclasses.replace(settings, **changes)
+    running = TinyServer(settings)
+
+    def factory(given: Settings) -> Engine:
+        engine = Engine(tiny_model(), given)
+        with patch("carousel.config.MIN_KV_CACHE_BYTES", 1):
+            engine.start()
+        running.engines.append(engine)
+        return engine
+
+    codes: list[int] = []
+
+    def run() -> None:
+        codes.append(serve(settings, engine_factory=factory, on_server=running.servers.append))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    wait_until(lambda: _ready(running.url), 30)
+    try:
+        yield running
+    finally:
+        running.servers[0].request_stop()
+        thread.join(15)
+        assert codes == [0]
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/readyz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+PROMPT = "the quick brown fox jumps over"
+LONG = {"text_input": PROMPT, "parameters": {"temperature": 0, "max_tokens": 400, "ignore_eos": True, "details": True}}
+
+
+def lone_answer(server: TinyServer) -> str:
+    """What the neighbour's stream says when nobody else is there."""
+    return "".join(_deltas(server, []))
+
+
+def _deltas(server: TinyServer, gaps: list[float]) -> Iterator[str]:
+    with httpx.Client(base_url=server.url, timeout=60) as client, client.stream("POST", STREAM, json=LONG) as stream:
+        assert stream.status_code == 200
+        last = time.monotonic()
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                yield event["text_output"]
+
+
+class Neighbour:
+    """Streams the same long answer over and over while a suite runs. ``answers`` holds each, ``gaps`` the seconds
+    between events."""
+
+    def __init__(self, server: TinyServer) -> None:
+        self.server = server
+        self.answers: list[str] = []
+        self.gaps: list[float] = []
+        self.error: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        wait_until(lambda: self.server.live > 0, 10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.answers.append("".join(_deltas(self.server, self.gaps)))
+        except BaseException as error:
+            self.error = error
+
+    def expect_undisturbed(self, alone: str) -> None:
+        assert self.error is None
+        assert self.answers
+        assert set(self.answers) == {alone}
