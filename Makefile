@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 # Further arguments: make serve ARGS="--policy fair", make test ARGS="tests/engine -x", make bench ARGS="--json out.json"
 ARGS ?=
+# Length of make soak
+MINUTES ?= 30
 
 ENV := $(VENV)/.carousel-env
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test lint format bench readme clean
+.PHONY: help env serve test lint format bench soak readme clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
@@ -42,6 +44,9 @@ format: env ## Format the code and mend what ruff can mend
 
 bench: env ## Measure throughput and latencies of the engine; ARGS goes to `carousel bench`
 	@exec $(BIN)/carousel bench $(ARGS)
+
+soak: env ## Load a server of its own with everything for MINUTES (30), judge it, write docs/soak.md; ARGS=--tiny
+	@exec $(BIN)/python -m scripts.soak --minutes $(MINUTES) $(ARGS)
 
 readme: env ## Refresh the settings table of README.md from carousel.config
 	@$(BIN)/python scripts/readme.py

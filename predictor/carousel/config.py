@@ -214,16 +214,11 @@ class Settings:
     )
 
     tls_certificate: str = option(
-        "",
-        TEXT,
-        "Certificate chain (PEM) with which HTTP and gRPC are served over TLS; read again when the file changes.",
-        group=_SECURITY,
-        empty="plain HTTP and gRPC",
-        allowed="a file",
-        aliases=("--ssl-certfile",),
-    )
+        "", TEXT, "Certificate chain (PEM) with which HTTP and gRPC are served over TLS; read again when it changes.",
+        group=_SECURITY, empty="plain HTTP and gRPC", allowed="a file", aliases=("--ssl-certfile",),
+    )  # fmt: skip
     tls_key: str = option(
-        "", TEXT, "Private key (PEM, no passphrase) of that certificate; read again when the file changes.",
+        "", TEXT, "Private key (PEM, no passphrase) of that certificate; read again when it changes.",
         group=_SECURITY, empty="plain HTTP and gRPC", allowed="a file", aliases=("--ssl-keyfile",),
     )  # fmt: skip
     tls_client_ca: str = option(
@@ -235,10 +230,8 @@ class Settings:
         TEXT,
         """File of API keys, or directory of such files (a mounted secret): one a line, KEY or KEY=TENANT; read again
         when they change. Health and metrics need no key.""",
-        group=_SECURITY,
-        empty="everybody may ask",
-        allowed="a file or a directory",
-    )
+        group=_SECURITY, empty="everybody may ask", allowed="a file or a directory",
+    )  # fmt: skip
 
     max_batch_tokens: int = option(
         512,

@@ -29,27 +29,18 @@ class KeyCheck(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or is_open_method(handler_call_details.method):
             return handler
-        inner: Any = _behaviour(handler)
+        inner: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-        def admit(context: Any) -> None:
+        async def call(request: Any, context: Any) -> Any:
             metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
             # Set in the call's own task, whose context ends with it.
             current_tenant.set(self._keys.check(metadata).tenant)
+            return await inner(request, context)  # our streaming handlers write to the context, and yield nothing
 
-        async def call(request: Any, context: Any) -> Any:
-            admit(context)
-            # What answers with a stream writes to its context: it is a coroutine, too.
-            return await inner(request, context)
-
-        coders = handler.request_deserializer, handler.response_serializer
-        if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(call, *coders)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(call, *coders)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(call, *coders)
-        return grpc.unary_unary_rpc_method_handler(call, *coders)
-
-
-def _behaviour(handler: grpc.RpcMethodHandler) -> Any:
-    return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[bool(handler.request_streaming), bool(handler.response_streaming)]
+        return make(call, handler.request_deserializer, handler.response_serializer)

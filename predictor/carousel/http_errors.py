@@ -90,7 +90,8 @@ def error_response(path: str, error: BaseException) -> Response:
 
 async def _handle(request: Request, error: Exception) -> Response:
     response = error_response(request.url.path, error)
-    if response.status_code >= 500 and response.status_code != 503:
+    # A deadline that the client set, a queue that is full, a server that drains: nobody has to look into those.
+    if describe_any(error).grpc_code == "INTERNAL":
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return response
 

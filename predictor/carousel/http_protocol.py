@@ -11,6 +11,7 @@ import http
 import logging
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,6 +21,7 @@ MAX_HEADER_BYTES = 64 * 2**10
 """Of a request's target and headers together; the field's servers have 8 to 64 KiB."""
 
 MAX_HEADERS = 256
+_FRAMING = (b"content-length", b"transfer-encoding")
 LEAVE_SECONDS = 2.0
 """By how much the connection outlives the body's time: the application answers 408 first, in its protocol's form."""
 
@@ -49,6 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._silent_bytes = 0  # since the parser last made something of what came
         self._refused: _Refused | None = None
+        self._replaying = False
 
     # ---- time
 
@@ -63,6 +66,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
+        if self._replaying:
+            return
         super().on_message_begin()
         self._head_bytes = 0
         if self._head_timer is None:
@@ -119,7 +124,11 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         # A header (or the trailer of a body) reaches no callback before its end.
         self._silent_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self.transport.is_closing():
             return
         if self._silent_bytes > MAX_HEADER_BYTES:
@@ -128,16 +137,36 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._head_timer is None and self._is_idle:  # line breaks between two requests: the next one's time runs
             self._head_timer = self.loop.call_later(self.read_seconds, self._head_is_late)
 
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # No other protocol is spoken here, and none need be: Java's client offers h2c with every request. The
+            # parser takes what follows for that protocol, so another one reads it, of the same head without the offer.
+            rest = data[upgrade.args[0] :]
+            framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in _FRAMING]
+            self.parser = httptools.HttpRequestParser(self)
+            self._replaying = True
+            try:
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+            finally:
+                self._replaying = False
+            self._feed(rest)
+
     @property
     def _is_idle(self) -> bool:
         answered = self.cycle is None or self.cycle.response_complete
         return answered and self._body_timer is None and self.timeout_keep_alive_task is None
 
     def on_url(self, url: bytes) -> None:
+        if self._replaying:
+            return
         self._count(len(url), 414, "target")
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._replaying:
+            return
         self._count(len(name) + len(value), 431, "headers")
         if len(self.headers) >= MAX_HEADERS:
             self._refused = _Refused(431, f"more than {MAX_HEADERS} headers")
@@ -151,6 +180,8 @@ class GuardedProtocol(HttpToolsProtocol):
             raise self._refused
 
     def on_headers_complete(self) -> None:
+        if self._replaying:
+            return
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -164,16 +195,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body is still to come, see _feed
         self._silent_bytes = 0
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
         super().on_message_complete()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """No other protocol is spoken here, and none needs to be: the request is answered, and is the last one."""
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
 
     # ---- answers to what never becomes a request
 

@@ -33,6 +33,7 @@ access_logger = logging.getLogger("carousel.access")
 logger = logging.getLogger("carousel.http")
 
 MAX_REQUEST_ID = 128
+MAX_PATH_LOGGED = 512
 #: Status in the log of a request whose client left; nothing was sent.
 CLIENT_LEFT = 499
 _PROBES = ("/livez", "/readyz", "/startupz", "/metrics", "/v2/health/", "/health", "/load")
@@ -212,7 +213,7 @@ class _Exchange:
         await self._send(message)
 
     def _log(self, notes: Notes) -> None:
-        path = self.scope["path"]
+        path = self.scope["path"][:MAX_PATH_LOGGED]
         level = logging.DEBUG if is_probe(path) else logging.INFO
         if not access_logger.isEnabledFor(level):
             return

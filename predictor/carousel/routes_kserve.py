@@ -30,8 +30,9 @@ from carousel.protocols.common import decode_body, json_bytes
 _V2_BODIES = ("application/octet-stream",)
 
 
-def _is_cloud_event(headers: Mapping[str, str]) -> bool:
-    return "ce-specversion" in headers or headers.get("content-type", "").startswith("application/cloudevents+json")
+def _is_cloud_event(headers: Mapping[str, str], body: object) -> bool:
+    structured = isinstance(body, dict) and "specversion" in body and "data" in body
+    return structured or "ce-specversion" in headers
 
 
 class KServeRoutes(Handlers):
@@ -50,7 +51,7 @@ class KServeRoutes(Handlers):
         body = await read_json(request)
         engine, context = self.context(request)
         headers = dict(request.headers.items())
-        if _is_cloud_event(request.headers):
+        if _is_cloud_event(request.headers, body):
             return await self._predict_event(body, headers)
         if isinstance(body, dict) and body.get("stream") is True:
             return EventStream(engine, await parse(request, v1.parse, body, context), v1.stream_events)
@@ -59,6 +60,8 @@ class KServeRoutes(Handlers):
 
     async def _predict_event(self, body: object, headers: dict[str, str]) -> Response:
         """A CloudEvent in, binary or structured, and one of the same kind out."""
+        if isinstance(body, dict) and "specversion" in body:
+            body = {"time": None, **body}  # optional in the standard, but not for KServe
         try:
             payload, attributes = self.data_plane.decode(body=json_bytes(body), headers=headers)
         except (InvalidInput, KeyError, TypeError, ValueError) as error:
@@ -67,8 +70,9 @@ class KServeRoutes(Handlers):
             raise InvalidRequest("stream", True, "false in a CloudEvent")
         response, _ = await self.data_plane.infer(model_name=self.model.name, request=payload, headers=headers)
         encoded, extra = self.data_plane.encode(
-            model_name=self.model.name, response=response, headers=headers, req_attributes=attributes
-        )
+            model_name=self.model.name, response=response, headers=headers,
+            req_attributes={"id": "", "time": "", **attributes},  # KServe deletes both where it merges
+        )  # fmt: skip
         content = encoded if isinstance(encoded, bytes | str) else json_bytes(encoded)
         extra.pop("content-length", None)
         return Response(content, 200, extra)

@@ -193,7 +193,8 @@ class CarouselServer(ModelServer):
         serving = asyncio.create_task(http.serve(sockets=[self._http_socket]))
         grpc_server = await self._start_grpc(model)
         grpc_text = f", gRPC on port {self.grpc_port}" if grpc_server is not None else ""
-        logger.info("listening on %s: HTTP on port %d%s", self.settings.host, self.http_port, grpc_text)
+        kind = "HTTP" if self.security.tls is None else "HTTPS"
+        logger.info("listening on %s: %s on port %d%s", self.settings.host, kind, self.http_port, grpc_text)
         following = asyncio.create_task(self.security.follow())
         loading = asyncio.create_task(self._load(model))
         stopping = asyncio.create_task(self._stopping.wait())

@@ -251,11 +251,11 @@ def test_a_failed_row_fails_the_call():
 @pytest.mark.parametrize("given", [True, "true", 1, "yes"])
 def test_infer_does_not_stream_and_says_what_does(given):
     with pytest.raises(InvalidRequest) as caught:
-        v2.parse(request(parameters={"stream": given}), context())
+        parse(texts("a"), parameters={"stream": given})
     assert caught.value.field == "parameters.stream"
     assert "generate_stream" in caught.value.allowed
 
 
 @pytest.mark.parametrize("given", [False, "false", None])
 def test_a_stream_parameter_that_asks_for_nothing_passes(given):
-    assert len(v2.parse(request(parameters={"stream": given}), context()).requests) == 1
+    assert len(parse(texts("a"), parameters={"stream": given}).requests) == 1

@@ -124,7 +124,7 @@ def serving(
     )
     running.thread.start()
     if ready:
-        wait_until(lambda: running.codes or running.servers and running.servers[0].lifecycle.ready, 20)
+        wait_until(lambda: running.codes or (running.servers and running.servers[0].lifecycle.ready), 20)
         assert not running.codes, "the server ended before it was ready"
         wait_until(lambda: listens(settings.http_port))
     try:

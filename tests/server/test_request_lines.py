@@ -108,7 +108,9 @@ def test_a_client_that_left_has_a_line_with_what_it_had_used(logged: Running, pa
     with httpx.Client(base_url=logged.url, timeout=10) as client:
         try:
             body, headers = calls(400)[path], {"x-request-id": name}
-            with client.stream("POST", path, json=body, headers=headers, timeout=0.15 if path == GENERATE else 10) as left:
+            with client.stream(
+                "POST", path, json=body, headers=headers, timeout=0.15 if path == GENERATE else 10
+            ) as left:
                 next(left.iter_lines())
         except httpx.ReadTimeout:
             pass
@@ -120,7 +122,16 @@ def test_a_client_that_left_has_a_line_with_what_it_had_used(logged: Running, pa
 
 def test_probes_and_scrapes_are_not_worth_a_line_and_prompts_stay_out(logged: Running) -> None:
     known = len(logged.log.lines())
-    for path in ("/livez", "/readyz", "/startupz", "/metrics", "/", "/v2/health/live", "/v2/models/tiny/ready", "/load"):
+    for path in (
+        "/livez",
+        "/readyz",
+        "/startupz",
+        "/metrics",
+        "/",
+        "/v2/health/live",
+        "/v2/models/tiny/ready",
+        "/load",
+    ):
         httpx.get(logged.url + path, timeout=5)
     assert len(logged.log.lines()) == known
     assert SECRET not in logged.log.stream.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +66,9 @@ class Authority:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "carousel")])
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         kind = (
-            serialization.BestAvailableEncryption(passphrase) if passphrase is not None else serialization.NoEncryption()
+            serialization.BestAvailableEncryption(passphrase)
+            if passphrase is not None
+            else serialization.NoEncryption()
         )
         pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, kind)
         return Issued(self._sign(subject, key, x509.BasicConstraints(False, None), names), pem)
@@ -83,7 +84,7 @@ def write(folder: Path, issued: Issued, client_ca: bytes | None = None) -> TlsFi
         if content is None:
             continue
         (folder / f".{name}").write_bytes(content)
-        os.replace(folder / f".{name}", folder / name)
+        (folder / f".{name}").replace(folder / name)
         found.append(folder / name)
     return TlsFiles(found[0], found[1], found[2] if client_ca is not None else None)
 

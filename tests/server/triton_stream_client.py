@@ -71,13 +71,11 @@ def cancel(client) -> None:
 
 
 def configuration(client) -> None:
-    config = client.get_model_config("fake", "1").config
+    config, kind = client.get_model_config("fake", "1").config, model_config_pb2.DataType.Name
     results["config"] = {
         "name": config.name,
-        "inputs": [
-            [item.name, model_config_pb2.DataType.Name(item.data_type), list(item.dims)] for item in config.input
-        ],
-        "outputs": {item.name: model_config_pb2.DataType.Name(item.data_type) for item in config.output},
+        "inputs": [[item.name, kind(item.data_type), list(item.dims)] for item in config.input],
+        "outputs": {item.name: kind(item.data_type) for item in config.output},
         "decoupled": config.model_transaction_policy.decoupled,
         "max_batch_size": config.max_batch_size,
     }

@@ -124,3 +124,17 @@ def test_lines_of_a_traced_request_carry_the_trace():
     within, without = (json.loads(line) for line in stream.getvalue().splitlines())
     assert (within["trace_id"], within["span_id"]) == (trace.trace_id, trace.span_id)
     assert "trace_id" not in without
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_what_a_client_wrote_forges_no_line_and_loses_none(format):
+    stream = io.StringIO()
+    logs.configure_logging("info", format, stream)
+    path = "/a\n12:00:00.000 CRITICAL server: all is lost\x1b[31m\ud800é"
+    logging.getLogger("carousel.x").info("GET %s", path, extra={"fields": {"path": path}})
+    (line,) = stream.getvalue().splitlines()
+    assert "\x1b" not in line
+    if format == "json":
+        assert json.loads(line)["path"] == path
+    else:
+        assert line.endswith("\\x1b[31m\\ud800é")

@@ -21,7 +21,7 @@ import torch
 
 from carousel.engine.block_pool import BlockPool
 from carousel.engine.detokenizer import Detokenizer
-from carousel.engine.errors import EngineUnavailable, InvalidRequest, RequestTooLong
+from carousel.engine.errors import SHUT_DOWN, EngineUnavailable, InvalidRequest, RequestTooLong
 from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
 from carousel.engine.memory import free_memory, plan_kv_cache
@@ -189,7 +189,7 @@ class Engine:
         self._ledger.close("the server is draining and takes no new requests")
         finished = await asyncio.to_thread(self._ledger.wait_idle, timeout_s)
         if not finished:
-            self._command(lambda core: core.end_all(FinishReason.ERROR, "the server shut down before the end"))
+            self._command(lambda core: core.end_all(FinishReason.ERROR, SHUT_DOWN))
             await asyncio.to_thread(self._ledger.wait_idle, _ABORT_S)
         return finished
 
@@ -362,7 +362,7 @@ class Engine:
                 if not worked and not self._stopping:
                     due = core.next_deadline
                     self._wake.wait(None if due is None else max(0.0, due - time.monotonic()))
-            self._finish(core, "the server is shutting down")
+            self._finish(core, SHUT_DOWN)
         except Exception as error:  # whatever it is, every client must hear of it
             log.exception("the engine thread died")
             self.failure = f"{type(error).__name__}: {error}"

@@ -20,6 +20,10 @@ def _show(value: Any) -> str:
     return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
 
 
+#: The error of an admitted request that the server's stop ended: another server may be asked at once.
+SHUT_DOWN = "the server shut down before the end"
+
+
 class CarouselError(Exception):
     """Base of every error that a caller of the engine may see."""
 

@@ -8,6 +8,7 @@ and is transparent here).
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,9 +17,10 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from carousel.engine.errors import InvalidRequest
+
+from .template_guard import GuardedEnvironment, compile_guarded
 
 
 class _Generation(jinja2.ext.Extension):
@@ -49,13 +51,20 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)  # noqa: DTZ005 - templates want the local date
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> GuardedEnvironment:
+    environment = GuardedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.guard_filters()
     return environment
+
+
+def _why(error: Exception) -> str:
+    """The reason, of a length that an answer can carry: a template may raise anything."""
+    text = str(error)
+    return text if len(text) <= 300 else text[:299] + "…"
 
 
 class ChatTemplate:
@@ -69,7 +78,8 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]) -> None:
         self.sources = dict(templates)
         self._variables = dict(variables)
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled: dict[str, tuple[GuardedEnvironment, jinja2.Template]] = {}
+        self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **extra: Any) -> str:
         """The prompt. ``extra`` are template variables: ``tools``, ``documents``, ``enable_thinking``, ...
@@ -83,14 +93,20 @@ class ChatTemplate:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {"tools": None, "documents": None} | self._variables | extra
         try:
-            if name not in self._compiled:
-                self._compiled[name] = _environment().from_string(self.sources[name])
-            return self._compiled[name].render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
+            with self._lock:
+                if name not in self._compiled:
+                    environment = _environment()
+                    self._compiled[name] = environment, compile_guarded(environment, self.sources[name])
+            environment, template = self._compiled[name]
+            given = {"messages": plain, "add_generation_prompt": add_generation_prompt}
+            return environment.run(template, variables | given)
         except jinja2.TemplateSyntaxError as error:
-            raise InvalidRequest("messages", plain, f"none: the model's chat template is broken ({error})") from error
-        except jinja2.TemplateError as error:
-            raise InvalidRequest("messages", plain, f"what the model's chat template takes: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(
-                "messages", plain, f"what the model's chat template takes ({type(error).__name__}: {error})"
+                "messages", plain, f"none: the model's chat template is broken ({_why(error)})"
+            ) from error
+        except jinja2.TemplateError as error:
+            raise InvalidRequest("messages", plain, f"what the model's chat template takes: {_why(error)}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest(
+                "messages", plain, f"what the model's chat template takes ({type(error).__name__}: {_why(error)})"
             ) from error

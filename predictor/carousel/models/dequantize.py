@@ -136,10 +136,13 @@ def _blocks_of(ggml_type: int) -> tuple[int, int, Callable[[torch.Tensor, torch.
 
 
 def tensor_bytes(ggml_type: int, elements: int) -> int:
-    """Bytes that ``elements`` values take in the file. ValueError for a type that is not known."""
+    """Bytes that ``elements`` values take in the file. ValueError for a type that is not known, or no whole
+    blocks of it."""
     if ggml_type in _PLAIN:
         return elements * _PLAIN[ggml_type].itemsize
     per_block, size, _ = _blocks_of(ggml_type)
+    if elements % per_block:
+        raise ValueError(f"{elements} values are no whole blocks of {per_block}")
     return elements // per_block * size
 
 

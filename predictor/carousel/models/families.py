@@ -311,6 +311,56 @@ def _ropes(hf: Hf, model_type: str, head_dim: int, windows: tuple[int | None, ..
     return tuple(by_type[t] if r else None for t, r in zip(types, rotates, strict=False))
 
 
+# What a config may say, checked before anything of that size is made. Real models use a tenth of each at most.
+_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 21,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+    "original_max_position_embeddings": 1 << 31,
+    "sliding_window_pattern": 1 << 12,
+    "no_rope_layer_interval": 1 << 12,
+    "query_pre_attn_scalar": 1 << 18,
+}
+_POSITIVE = (
+    *("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "logits_scaling"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
+_FINITE = ("rms_norm_eps", "embedding_multiplier", "residual_multiplier", "attention_multiplier")
+
+
+def _check(hf: Hf) -> None:
+    """ValueError, naming field and value, for a size or a factor that no model has."""
+    for name, most in _SIZES.items():
+        value = hf.get(name)
+        if value is not None and (isinstance(value, bool) or value != int(value) or not 0 < value <= most):
+            raise ValueError(f"{name} is {_short(value)}, allowed: an integer from 1 to {most}")
+    for name in (*_POSITIVE, *_FINITE):
+        value = hf.get(name)
+        if value is None:
+            continue
+        fits = not isinstance(value, bool) and abs(value) < 1e30 and (value > 0 or (name in _FINITE and value >= 0))
+        if not fits:
+            raise ValueError(f"{name} is {_short(value)}, allowed: a finite number above 0")
+    layers = hf["num_hidden_layers"]
+    for name in ("layer_types", "no_rope_layers"):
+        given = hf.get(name)
+        if given and (not isinstance(given, list) or len(given) < layers):
+            raise ValueError(
+                f"{name} is {_short(given)}, allowed: a list with an entry for each of the {layers} layers"
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
 def decoder_config(hf: Hf) -> DecoderConfig:
     """The decoder's view of a model config.
 
@@ -326,6 +376,7 @@ def decoder_config(hf: Hf) -> DecoderConfig:
     model_type = _model_type(hf)
     family = FAMILIES[model_type]
     hf = family.defaults | {key: value for key, value in hf.items() if value is not None or key == "sliding_window"}
+    _check(hf)
     heads, layers = int(hf["num_attention_heads"]), int(hf["num_hidden_layers"])
     head_dim = int(hf.get("head_dim") or hf["hidden_size"] // heads)
     kv_heads = int(hf.get("num_key_value_heads") or heads)

@@ -19,10 +19,20 @@ import torch
 
 from .dequantize import dequantize_into, tensor_bytes
 from .errors import ModelLoadError
+from .files import check_regular
 from .weights import drop_pages
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+
+# What a header may ask for; real ones have a fortieth of it. A vocabulary takes most: 262,144 tokens, scores and types.
+MAX_HEADER_BYTES = 256 * 2**20
+MAX_STRING_BYTES = 16 * 2**20
+MAX_VALUES = 1 << 22
+MAX_PAIRS = 1 << 16
+MAX_TENSORS = 1 << 17
+_MAX_DIMS, _MAX_DEPTH = 4, 4
+_MAX_PARTS = 1000
 _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 _PERMUTED = {"llama", "granite", "smollm3"}
@@ -47,45 +57,57 @@ class _TensorInfo(NamedTuple):
 
 
 class _Header:
-    """A cursor over the mapped header."""
+    """A cursor over the mapped header. Whatever the file claims, nothing beyond its own bytes and the limits is read.
+
+    Raises:
+        struct.error: the file ends too early, or asks for what no real file does.
+    """
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self.map = mapped
+        self.end = min(len(mapped), MAX_HEADER_BYTES)
         self.at = 0
+        self.values_left = MAX_VALUES
 
     def unpack(self, form: str) -> tuple[Any, ...]:
+        size = struct.calcsize("<" + form)
+        if size > self.end - self.at:
+            raise struct.error("the file ends inside its header")
         values = struct.unpack_from("<" + form, self.map, self.at)
-        self.at += struct.calcsize("<" + form)
+        self.at += size
         return values
 
     def string(self) -> str:
-        (length,) = self.unpack("Q")
-        self.at += length
-        raw = self.map[self.at - length : self.at]
-        if len(raw) < length:
-            raise struct.error("the file ends inside a string")
-        return raw.decode("utf-8", "replace")
+        return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
         """As ``string``, without a call for each: vocabularies have hundreds of thousands."""
-        data, at, values = self.map, self.at, []
+        data, at, end, values = self.map, self.at, self.end, []
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = at + 8
-            at = start + length_at(data, at)[0]
+            if start > end:
+                raise struct.error("the file ends inside a list of strings")
+            length = length_at(data, at)[0]
+            at = start + length
+            if length > MAX_STRING_BYTES or at > end:
+                raise struct.error(f"a string of {length} bytes")
             values.append(data[start:at].decode("utf-8", "replace"))
         self.at = at
         return values
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             element, count = self.unpack("IQ")
+            self.values_left -= count
+            if self.values_left < 0 or depth > _MAX_DEPTH:
+                raise struct.error(f"a list of {count} values" if depth <= _MAX_DEPTH else "lists in lists in lists")
             if element == _STRING:
                 return self.strings(count)
             if element == _ARRAY:
-                return [self.value(_ARRAY) for _ in range(count)]
+                return [self.value(_ARRAY, depth + 1) for _ in range(count)]
             return list(self.unpack(f"{count}{_SCALARS[element]}"))
         return self.unpack(_SCALARS[kind])[0]
 
@@ -93,9 +115,9 @@ class _Header:
 class _GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.size = check_regular(path)
         try:
             with path.open("rb") as file:
-                self.size = path.stat().st_size
                 magic = file.read(4)
                 if magic != b"GGUF":
                     raise ModelLoadError(f"{path}: not a GGUF file (it starts with {magic!r}); check the path")
@@ -105,14 +127,26 @@ class _GGUFFile:
         try:
             self.metadata, self.tensors = self._parse()
         except (struct.error, KeyError, OverflowError, MemoryError) as error:
+            what = f"unknown type {error}" if isinstance(error, KeyError) else error
             raise ModelLoadError(
-                f"{path}: its GGUF header is damaged or truncated ({error}); download it again"
+                f"{path}: its GGUF header is damaged or truncated ({what}); download it again"
             ) from error
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Every tensor lies within the file, where no other does."""
         end = max((info.end for info in self.tensors.values()), default=0)
         if end > self.size:
             raise ModelLoadError(
-                f"{path}: truncated: has {self.size} bytes, its header asks for {end}; download it again"
+                f"{self.path}: truncated: has {self.size} bytes, its header asks for {end}; download it again"
             )
+        taken = 0
+        for name, info in sorted(self.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if info.begin < taken:
+                raise ModelLoadError(
+                    f"{self.path}: tensor {_short(name)} overlaps another; its header is damaged, download it again"
+                )
+            taken = max(taken, info.end)
 
     def _parse(self) -> tuple[dict[str, Any], dict[str, _TensorInfo]]:
         head = _Header(self.map)
@@ -124,30 +158,49 @@ class _GGUFFile:
                 "with a current llama.cpp"
             )
         tensor_count, pair_count = head.unpack("QQ")
-        metadata = {}
+        if tensor_count > MAX_TENSORS or pair_count > MAX_PAIRS:
+            raise struct.error(f"{tensor_count} tensors and {pair_count} metadata fields")
+        metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = head.string()
             (kind,) = head.unpack("I")
+            if key in metadata:
+                raise struct.error(f"the field {_short(key)} is there twice")
             metadata[key] = head.value(kind)
-        entries = []
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensor_count):
             name = head.string()
             (dims,) = head.unpack("I")
+            if dims > _MAX_DIMS or name in entries:
+                what = f"has {dims} dimensions" if dims > _MAX_DIMS else "is there twice"
+                raise struct.error(f"the tensor {_short(name)} {what}")
             shape = tuple(reversed(head.unpack(f"{dims}Q")))
-            entries.append((name, shape, *head.unpack("IQ")))
+            entries[name] = (shape, *head.unpack("IQ"))
         grain = metadata.get("general.alignment", 32)
+        if not isinstance(grain, int) or not 8 <= grain <= 2**20 or grain % 8:
+            raise struct.error(f"general.alignment is {_short(grain)}")
         start = -(-head.at // grain) * grain
-        tensors = {}
-        for name, shape, ggml_type, offset in entries:
-            try:
-                size = tensor_bytes(ggml_type, prod(shape))
-            except (ValueError, KeyError, ImportError) as error:
-                raise ModelLoadError(
-                    f"{self.path}: tensor {name} has quantisation type {ggml_type}, which is not supported; "
-                    "use a Q4_K_M, Q8_0 or F16 file"
-                ) from error
-            tensors[name] = _TensorInfo(shape, ggml_type, start + offset, start + offset + size)
-        return metadata, tensors
+        return metadata, {name: self._place(name, start, grain, *entry) for name, entry in entries.items()}
+
+    def _place(
+        self, name: str, start: int, grain: int, shape: tuple[int, ...], ggml_type: int, offset: int
+    ) -> _TensorInfo:
+        if offset % grain:
+            raise struct.error(f"the tensor {_short(name)} is not aligned")
+        try:
+            row = tensor_bytes(ggml_type, shape[-1]) if shape else 0
+            size = row * prod(shape[:-1]) if shape else tensor_bytes(ggml_type, 1)
+        except (ValueError, KeyError, ImportError) as error:
+            raise ModelLoadError(
+                f"{self.path}: tensor {_short(name)} has quantisation type {ggml_type}, which is not supported for its "
+                f"shape {list(shape)} ({error}); use a Q4_K_M, Q8_0 or F16 file"
+            ) from error
+        return _TensorInfo(shape, ggml_type, start + offset, start + offset + size)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return repr(text if len(text) <= 60 else text[:59] + "…")
 
 
 def split_files(path: Path) -> list[Path]:
@@ -159,6 +212,8 @@ def split_files(path: Path) -> list[Path]:
     if match is None:
         return [path]
     stem, _, count = match.groups()
+    if not 0 < int(count) <= _MAX_PARTS:
+        raise ModelLoadError(f"{path}: its name says {int(count)} parts, 1 to {_MAX_PARTS} make sense; rename it")
     parts = [path.with_name(f"{stem}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
@@ -327,7 +382,7 @@ def hf_config(source: GGUFSource) -> dict[str, Any]:
         "attention_bias": "layers.0.self_attn.q_proj.bias" in shapes,
         "rope_scaling": _rope_scaling(source, get) or None,
         "original_max_position_embeddings": get("rope.scaling.original_context_length"),
-        "sliding_window": get("attention.sliding_window"),
+        "sliding_window": get("attention.sliding_window") or None,  # Phi-4's files say 0 for none
         "embedding_multiplier": get("embedding_scale"),
         "residual_multiplier": get("residual_scale"),
         "attention_multiplier": get("attention.scale"),
@@ -349,7 +404,10 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endofte
 def eos_ids(metadata: Mapping[str, Any]) -> set[int]:
     """Ids that end a generation: those the metadata names, and control tokens that are known to end a turn."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = {int(metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in metadata}
+    given = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
+    if wrong := [value for value in given if type(value) is not int]:
+        raise ValueError(f"{keys[0]}, {keys[1]} or {keys[2]} is {_short(wrong[0])}, not a token id")
+    ids = set(given)
     tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
     control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3}
     return ids | {control[token] for token in _TURN_ENDS if token in control}

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
+_MAX_CUTS = 1 << 29  # characters that are looked at to find the merges; Gemma's 262,144 tokens have 40 million
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -83,6 +84,8 @@ def _byte_level(tokens: Sequence[str], types: Sequence[int], metadata: Mapping[s
 def _merges(tokens: Sequence[str], scores: Sequence[float] | None) -> list[tuple[str, str]]:
     """Every cut of a piece into two pieces, best piece first; in the vocabulary's order if no scores are given."""
     known = set(tokens)
+    if sum(len(token) ** 2 for token in tokens) > _MAX_CUTS:
+        raise ValueError("the vocabulary has tokens of thousands of characters")
     merges = [
         (index, token[:cut], token[cut:])
         for index, token in enumerate(tokens)
@@ -165,6 +168,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokeni
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelLoadError(f"{where}: has no vocabulary (tokenizer.ggml.tokens); use a complete GGUF file")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ModelLoadError(f"{where}: tokenizer.ggml.tokens is no list of strings; download the file again")
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if kind == "gpt2":
         backend = _byte_level(tokens, types, metadata)

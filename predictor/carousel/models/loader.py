@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,27 +70,54 @@ def load_model(
     path, device = Path(path), torch.device(device)
     torch_dtype = _dtype(dtype, device)
     file = _find_gguf(path)
-    if file is not None:
-        source: TensorSource = (gguf := GGUFSource(file))
-        config = _config(hf_config(gguf), file)
-        # The converter stores Gemma's norms with their 1 added.
-        config = replace(config, norm_offset=False)
-        tokenizer = load_gguf_tokenizer(gguf.metadata, str(file))
-        defaults = _gguf_defaults(gguf.metadata)
-    else:
-        hf = read_json(path / "config.json")
-        if not hf:
-            raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
-        config = _config(hf, path / "config.json")
-        source = open_safetensors(path)
-        defaults = read_json(path / "generation_config.json")
-        tokenizer = load_tokenizer(path, hf, defaults)
+    with _damage(file or path):
+        config, source, tokenizer, defaults = _read_directory(path) if file is None else _read_gguf(file)
     decoder = Decoder(config, source, device, torch_dtype, max_model_len=max_model_len)
     log(
         f"loaded {config.architecture} from {path} in {time.monotonic() - started:.2f} s: "
         f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}"
     )
     return LoadedModel(decoder, tokenizer, defaults, config.architecture, path, decoder.max_model_len)
+
+
+_Parts = tuple[DecoderConfig, TensorSource, Tokenizer, dict[str, Any]]
+
+
+def _read_gguf(file: Path) -> _Parts:
+    source = GGUFSource(file)
+    # The converter stores Gemma's norms with their 1 added.
+    config = replace(_config(hf_config(source), file), norm_offset=False)
+    return config, source, load_gguf_tokenizer(source.metadata, str(file)), _gguf_defaults(source.metadata)
+
+
+def _read_directory(path: Path) -> _Parts:
+    hf = read_json(path / "config.json")
+    if not hf:
+        raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
+    config = _config(hf, path / "config.json")
+    source = open_safetensors(path)
+    defaults = read_json(path / "generation_config.json")
+    return config, source, load_tokenizer(path, hf, defaults), defaults
+
+
+_DAMAGE = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError, AssertionError),
+    struct.error,
+)
+
+
+@contextmanager
+def _damage(where: Path) -> Generator[None, None, None]:
+    """What goes wrong over a model's own words is the model's fault, and said of its file."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except _DAMAGE as error:
+        raise ModelLoadError(
+            f"{where}: its config, vocabulary or metadata is damaged ({type(error).__name__}: {str(error)[:200]}); "
+            "download it again"
+        ) from error
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -106,7 +135,7 @@ def _config(hf: dict[str, Any], where: Path) -> DecoderConfig:
         return decoder_config(hf)
     except UnsupportedModel:
         raise
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ModelLoadError(f"{where}: {error}; the file is damaged, or its model is not supported") from error
 
 

@@ -69,6 +69,8 @@ def rope_config(parameters: Mapping[str, Any], *, head_dim: int, theta: float, m
     if kind not in KINDS:
         raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    if not 0 < dim <= head_dim or dim % 2:
+        raise ValueError(f"the rotary embedding turns {dim} dimensions of {head_dim}, allowed: an even part of them")
     original = int(parameters.get("original_max_position_embeddings") or max_length)
     factor = parameters.get("factor")
     if factor is None:
@@ -91,6 +93,13 @@ def rope_config(parameters: Mapping[str, Any], *, head_dim: int, theta: float, m
         )
         if parameters.get(name) is not None
     }
+    numbers = {"theta": float(parameters.get("rope_theta") or theta), "factor": float(factor), **optional}
+    numbers |= {f"{name}[{i}]": value for name, values in lists.items() for i, value in enumerate(values)}
+    for name, value in numbers.items():
+        if not 0 < value < 1e30 and not (name.startswith("mscale") and value == 0):
+            raise ValueError(f"rope {name} is {value}, allowed: a finite number above 0")
+    if not 0 < original <= 1 << 31:
+        raise ValueError(f"rope original_max_position_embeddings is {original}, allowed: a positive integer")
     return RopeConfig(
         rotary_dim=dim,
         theta=float(parameters.get("rope_theta") or theta),

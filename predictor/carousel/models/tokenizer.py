@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +14,11 @@ from carousel.engine.errors import InvalidRequest
 
 from .chat import ChatTemplate
 from .errors import ModelLoadError
+from .files import check_regular, parse_object, read_text
 from .gguf import eos_ids as gguf_eos_ids
 from .gguf_tokenizer import byte_alphabet, gguf_tokenizer
 
+MAX_TOKENIZER_BYTES = 512 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -133,15 +134,7 @@ def _ids(value: Any) -> set[int]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file; {} if it is not there. ModelLoadError if it is there and broken."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: is not a JSON object; download it again")
-    return value
+    return parse_object(read_text(path), path) if path.exists() or path.is_symlink() else {}
 
 
 def _text_of(token: Any) -> str | None:
@@ -157,12 +150,12 @@ def _directory_templates(directory: Path, config: Mapping[str, Any]) -> dict[str
     if isinstance(given, str):
         templates["default"] = given
     elif isinstance(given, list):
-        templates = {entry["name"]: entry["template"] for entry in given}
+        templates = {str(entry["name"]): str(entry["template"]) for entry in given}
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path)
     file = directory / "chat_template.jinja"
     if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = read_text(file)
     if templates and "default" not in templates:
         templates["default"] = next(iter(templates.values()))
     return templates
@@ -212,9 +205,13 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any], generation_config
     special = {name: text for name in _NAMED if (text := _text_of(named.get(name))) is not None}
     file = directory / "tokenizer.json"
     if file.is_file():
+        if check_regular(file) > MAX_TOKENIZER_BYTES:
+            raise ModelLoadError(f"{file}: is larger than {MAX_TOKENIZER_BYTES} bytes; check where it comes from")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # the library raises plain Exception, and where it panics BaseException
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ModelLoadError(f"{file}: is not a valid tokenizer ({error}); download it again") from error
     else:
         backend = _converted_backend(directory)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch
 
 from .errors import ModelLoadError
 from .families import DecoderConfig
+from .files import check_regular, parse_object, read_text
 
 _CHUNK_ELEMENTS = 1 << 22
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -104,38 +106,69 @@ _DTYPES = {
 }
 
 
+_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+MAX_HEADER_BYTES = 32 * 2**20
+"""Of a safetensors header. The largest models' have some MB, and parsed it takes ten times its size."""
+
+
 class _SafetensorsFile:
     """One memory-mapped safetensors file. Pages are dropped once read, so that they do not count as this process's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        size = check_regular(path)
         try:
             with path.open("rb") as file:
-                size = path.stat().st_size
                 head = file.read(8)
                 if len(head) < 8:
                     raise ModelLoadError(f"{path}: its header is cut off; download it again")
                 length: int = struct.unpack("<Q", head)[0]
-                if length > min(size, 100 << 20):
+                if length > min(size - 8, MAX_HEADER_BYTES):
                     raise ModelLoadError(
                         f"{path}: not a safetensors file, or truncated (its header does not fit its {size} bytes); "
                         "download it again"
                     )
-                self.entries: dict[str, Any] = json.loads(file.read(length))
+                raw = file.read(length)
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror}); check the path and its mode") from error
-        except ValueError as error:
+        try:
+            self.entries: dict[str, Any] = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+            if not isinstance(self.entries, dict):
+                raise ValueError("it is not an object")
+        except (ValueError, RecursionError) as error:
             raise ModelLoadError(
-                f"{path}: its safetensors header is not valid JSON; the file is damaged, download it again"
+                f"{path}: its safetensors header is not valid JSON ({error}); the file is damaged, download it again"
             ) from error
         self.entries.pop("__metadata__", None)
         self.start = 8 + length
-        end = max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
-        if self.start + end > size:
-            raise ModelLoadError(
-                f"{path}: truncated: has {size} bytes, its header asks for {self.start + end}; download it again"
-            )
+        self._check_places(size)
+
+    def _check_places(self, size: int) -> None:
+        """Every tensor is described, lies within the file and where no other does, and is as large as its shape."""
+        taken = 0
+        for name, entry in sorted(self.entries.items(), key=lambda item: _begin(item[1])):
+            try:
+                dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+                sizes = [*shape, begin, end]
+                if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in sizes):
+                    raise ValueError("its dtype, shape or data_offsets is of a wrong type")
+            except (TypeError, KeyError, ValueError) as error:
+                raise self._damaged(name, f"is not described ({error})") from error
+            if self.start + end > size:
+                raise ModelLoadError(
+                    f"{self.path}: truncated: has {size} bytes, its header asks for {self.start + end}; "
+                    "download it again"
+                )
+            if begin < taken or begin > end:
+                raise self._damaged(name, "overlaps another")
+            if dtype in _SIZES and math.prod(shape) * _SIZES[dtype] != end - begin:
+                raise self._damaged(name, f"has {end - begin} bytes, which its shape {_short(shape)} does not fill")
+            taken = end
+
+    def _damaged(self, name: str, what: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: tensor {_short(name)} {what}; its header is damaged, download it again")
 
     def read(self, name: str, out: torch.Tensor, scale: float, offset: float) -> None:
         entry = self.entries[name]
@@ -153,6 +186,24 @@ class _SafetensorsFile:
             flat = flat.clone()
         copy_rows(flat.view(dtype).view(entry["shape"]), out, scale, offset)
         drop_pages(self.map, begin, end)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name is there twice")
+    return fields
+
+
+def _begin(entry: Any) -> int:
+    """Where a tensor begins; -1 for an entry that does not say, which is refused first."""
+    places = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return places[0] if isinstance(places, list) and places and type(places[0]) is int else -1
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 class SafetensorsSource:
@@ -176,6 +227,19 @@ class SafetensorsSource:
         self._files[name].read(self._names[name], out, scale, offset)
 
 
+def _shards(index: Path) -> list[str]:
+    """The files that a weight index names. They lie beside it: a path to elsewhere is refused."""
+    given = parse_object(read_text(index), index).get("weight_map")
+    files = list(given.values()) if isinstance(given, dict) else []
+    if not files or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
+        raise ModelLoadError(f"{index}: not a valid weight index (no weight_map of *.safetensors); download it again")
+    if odd := [file for file in files if "/" in file or "\\" in file or file.startswith(".") or len(file) > 255]:
+        raise ModelLoadError(
+            f"{index}: names {_short(odd[0])!r}, which is no plain file name; check where it comes from"
+        )
+    return sorted(set(files))
+
+
 def open_safetensors(directory: Path) -> SafetensorsSource:
     """The checkpoint in a directory: ``model.safetensors``, or the shards that ``*.safetensors.index.json`` lists.
 
@@ -183,10 +247,7 @@ def open_safetensors(directory: Path) -> SafetensorsSource:
     """
     indexes = sorted(directory.glob("*.safetensors.index.json"))
     if indexes:
-        try:
-            shards = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelLoadError(f"{indexes[0]}: not a valid weight index ({error!r}); download it again") from error
+        shards = _shards(indexes[0])
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing:
             raise ModelLoadError(
@@ -235,6 +296,7 @@ class Weights:
 
     def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
         """The tensor * scale + offset. ModelLoadError, naming it and its file, if missing or of another shape."""
+        self._check(name, shape)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._fill(name, out, scale, offset)
         self.bytes += out.nbytes
@@ -249,6 +311,8 @@ class Weights:
         tail = () if columns is None else (columns,)
         if whole in self._shapes:
             return self.tensor(whole, (rows, *tail))
+        for name, count in parts:
+            self._check(name, (count, *tail))
         out = torch.empty((rows, *tail), dtype=self.dtype, device=self.device)
         at = 0
         for name, count in parts:
@@ -257,7 +321,8 @@ class Weights:
         self.bytes += out.nbytes
         return out
 
-    def _fill(self, name: str, out: torch.Tensor, scale: float, offset: float) -> None:
+    def _check(self, name: str, wanted: tuple[int, ...]) -> None:
+        """Before anything is allocated for it: a config may ask for any size, a file has only its own."""
         shape = self._shapes.get(name)
         if shape is None:
             close = [other for other in self._shapes if other.split(".")[-2:] == name.split(".")[-2:]]
@@ -267,11 +332,13 @@ class Weights:
                 f"{somewhere}: tensor {name} is missing{hint}; the weights do not belong to this config "
                 f"({self.config.architecture}) or the download is incomplete"
             )
-        if shape != tuple(out.shape):
+        if shape != wanted:
             raise ModelLoadError(
                 f"{self._source.where(name)}: tensor {name} has shape {list(shape)}, the config asks for "
-                f"{list(out.shape)}; the weights do not belong to this config"
+                f"{list(wanted)}; the weights do not belong to this config"
             )
+
+    def _fill(self, name: str, out: torch.Tensor, scale: float, offset: float) -> None:
         self._source.read(name, out, scale=scale, offset=offset)
         self._used.add(name)
 

@@ -13,6 +13,7 @@ from dataclasses import field as dataclass_field
 from typing import Any
 
 from carousel.engine.errors import (
+    SHUT_DOWN,
     CarouselError,
     EngineUnavailable,
     GenerationFailed,
@@ -108,6 +109,9 @@ def _finished_early(error: BaseException) -> ErrorInfo | None:
         return ErrorInfo(504, "DEADLINE_EXCEEDED", "timeout_error", "request_timeout", message)
     if isinstance(error, RequestCancelled):
         return ErrorInfo(499, "CANCELLED", "cancelled_error", "request_cancelled", message)
+    if isinstance(error, GenerationFailed) and SHUT_DOWN in message:
+        headers = {"Retry-After": retry_after(EngineUnavailable("").retry_after_s)}
+        return ErrorInfo(503, "UNAVAILABLE", "unavailable_error", "engine_unavailable", message, None, headers)
     if isinstance(error, GenerationFailed):
         return ErrorInfo(500, "INTERNAL", "server_error", "generation_failed", message)
     return None
@@ -162,4 +166,7 @@ def v2_error_body(info: ErrorInfo) -> dict[str, Any]:
 
 def openai_error_body(info: ErrorInfo) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``."""
-    return {"error": {"message": info.message, "type": info.type, "param": info.field, "code": info.code}}
+    message = info.message
+    if info.code == "context_length_exceeded":
+        message += ". This model's maximum context length is exceeded."  # words that libraries look for
+    return {"error": {"message": message, "type": info.type, "param": info.field, "code": info.code}}

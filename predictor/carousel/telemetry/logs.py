@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import datetime
+import json
 import logging
 import os
 import sys
@@ -71,7 +72,10 @@ class JsonFormatter(logging.Formatter):
         line.update(getattr(record, "fields", {}))
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
-        return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        try:
+            return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        except TypeError:  # a lone surrogate, in what a client sent or in an exception's text
+            return json.dumps(line, default=str)
 
 
 class TextFormatter(logging.Formatter):
@@ -84,7 +88,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
         name = record.name.removeprefix("carousel.")
-        line = f"{time} {record.levelname:<7} {name}: {record.getMessage()}"
+        line = f"{time} {record.levelname:<7} {name}: {one_line(record.getMessage())}"
         if request_id := getattr(record, "request_id", ""):
             line += f" [{request_id}]"
         if record.exc_info and record.exc_info[0] is not None:
@@ -92,6 +96,13 @@ class TextFormatter(logging.Formatter):
         if self.colour and (start := _COLOURS.get(record.levelno)):
             line = f"{start}{line}\x1b[0m"
         return line
+
+
+def one_line(text: str) -> str:
+    """``text`` with control characters and lone surrogates escaped: nobody can forge a line, or colour the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def resolve_format(format: str, stream: TextIO) -> str:

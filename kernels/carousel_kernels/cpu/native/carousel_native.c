@@ -15,13 +15,22 @@
 
 #define BLOCK 16         /* tokens per block of the cache: BLOCK_SIZE of layout.py */
 #define KEYS 64          /* tokens per tile of attention */
+#define TILE_BLOCKS (KEYS / BLOCK)
+#define LINE 16          /* floats of a cache line */
+#define AHEAD 192        /* how far decodes look ahead: keys of a block of so many floats each */
 #define MAX_DIM 256      /* head size; a multiple of 16 */
 #define MAX_GROUP 32     /* query heads per KV head */
 #define MAX_ROWS 48      /* query rows of a tile of a prompt chunk */
 #define MAX_DECODE 8192  /* floats of the queries that a decode handles together; >= MAX_GROUP * MAX_DIM */
 #define PARTS 8          /* work items per thread that long sequences are split into */
-#define SMALL_JOB 16384  /* floats below which waking threads costs more than they save */
+#define SMALL_JOB 65536  /* floats below which waking threads costs about what they save */
 #define LOG2_E 1.44269504089f
+
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll") /* loops of constant length, so that their arrays become registers */
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
 #define SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -86,24 +95,36 @@ struct operators {
 };
 
 #if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__clang__)
+#define FULL_WIDTH ""
+#else
+#define FULL_WIDTH ",prefer-vector-width=512"
+#endif
 #define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,prefer-vector-width=512")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma" FULL_WIDTH)))
 #define VL 16
+#define MAXIMUM _mm512_max_ps
 #define WIDE 4
 #include "kernels.h"
 #define NAME(x) x##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define VL 8
+#define MAXIMUM _mm256_max_ps
 #define WIDE 2
 #include "kernels.h"
+#else
+#include <arm_neon.h>
 #endif
 #define NAME(x) x##_base
 #define TARGET
 #define VL 4
 #if defined(__aarch64__)
 #define WIDE 4
+#define MAXIMUM vmaxq_f32
 #else
 #define WIDE 2
+#define MAXIMUM _mm_max_ps
 #endif
 #include "kernels.h"
 
@@ -261,14 +282,14 @@ static int64_t plan_decodes(const struct attention *a, int decodes, int threads,
     int64_t total = 0, count = 0, partial = 0;
     for (int s = 0; s < decodes; s++) total += end_block(a, s) - first_block(a, s);
     int64_t most = threads > 1 ? total / (PARTS * threads) + 1 : total;
-    if (most < KEYS / BLOCK) most = KEYS / BLOCK;
+    if (most < TILE_BLOCKS) most = TILE_BLOCKS;
     for (int s = 0; s < decodes; s++) {
         const int64_t first = first_block(a, s), end = end_block(a, s);
         int64_t step = end - first;
         if (threads > 1 && step > most + most / 2) {
             const int64_t parts = (step + most - 1) / most;
             step = (step + parts - 1) / parts;
-            step = (step + KEYS / BLOCK - 1) / (KEYS / BLOCK) * (KEYS / BLOCK);
+            step = (step + TILE_BLOCKS - 1) / TILE_BLOCKS * TILE_BLOCKS;
         }
         const int32_t parts = (int32_t)((end - first + step - 1) / step);
         for (int32_t p = 0; p < parts; p++) {

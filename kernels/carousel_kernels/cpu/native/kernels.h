@@ -2,6 +2,7 @@
  *   NAME(x)  the name of x for this instruction set
  *   TARGET   the function attribute that selects it
  *   VL       floats per vector: 16, 8 or 4
+ *   MAXIMUM  of two vectors, lane by lane
  *   WIDE     vectors per row of a register tile: 4 where there are 32 vector registers, else 2
  *
  * Attention is computed in tiles of keys with the online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention,
@@ -131,59 +132,75 @@ FN void NAME(rope_write)(const void *arguments, int64_t first, int64_t last) {
 
 /* ---- attention ---- */
 
-/* c[rows, cols] (+)= a[rows, n] b[n, cols] for ROWS rows and COLS vectors of columns, held in registers. */
+/* c[rows, cols] (+)= a[rows, n] b[n, cols] for ROWS rows and COLS vectors of columns, held in registers. ahead (NULL:
+ * nothing): the same columns of n rows, stride apart, that are called into the cache on the way. */
 INLINE void NAME(tile)(const int ROWS, const int COLS, float *c, int64_t ldc, const float *a, int64_t lda,
-                       const float *const *b, int col, int n, const int accumulate) {
+                       const float *const *b, int col, int n, const int accumulate, const float *ahead,
+                       int64_t stride) {
     vec sum[6][4];
-#pragma GCC unroll 6
+    UNROLL
     for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
+        UNROLL
         for (int v = 0; v < COLS; v++)
             sum[r][v] = accumulate ? NAME(load)(c + r * ldc + col + v * VL) : (vec){0};
     for (int j = 0; j < n; j++) {
         const float *row = b[j] + col;
         vec right[4];
-#pragma GCC unroll 4
+        UNROLL
         for (int v = 0; v < COLS; v++) right[v] = NAME(load)(row + v * VL);
-#pragma GCC unroll 6
+        UNROLL
         for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
+            UNROLL
             for (int v = 0; v < COLS; v++) sum[r][v] += a[r * lda + j] * right[v];
+        if (ahead != NULL)
+            for (int v = 0; v < COLS * VL; v += LINE) __builtin_prefetch(ahead + j * stride + col + v);
     }
-#pragma GCC unroll 6
+    UNROLL
     for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
+        UNROLL
         for (int v = 0; v < COLS; v++) NAME(store)(c + r * ldc + col + v * VL, sum[r][v]);
 }
 
 INLINE void NAME(columns)(const int COLS, float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b,
-                          int col, int n, int rows, const int accumulate) {
+                          int col, int n, int rows, const int accumulate, const float *ahead, int64_t stride) {
     int r = 0;
-    for (; r + 6 <= rows; r += 6) NAME(tile)(6, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate);
+    for (; r + 6 <= rows; r += 6) {
+        NAME(tile)(6, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate, ahead, stride);
+        ahead = NULL;
+    }
     if (r + 3 <= rows) {
-        NAME(tile)(3, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate);
+        NAME(tile)(3, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate, ahead, stride);
+        ahead = NULL;
         r += 3;
     }
-    for (; r < rows; r++) NAME(tile)(1, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate);
+    for (; r < rows; r++) {
+        NAME(tile)(1, COLS, c + r * ldc, ldc, a + r * lda, lda, b, col, n, accumulate, ahead, stride);
+        ahead = NULL;
+    }
 }
 
 /* c[rows, cols] (+)= a[rows, n] b[n, cols]; b by the address of each of its rows, cols a multiple of VL. */
 INLINE void NAME(multiply)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
-                           int cols, const int accumulate) {
+                           int cols, const int accumulate, const float *ahead, int64_t stride) {
     int col = 0;
     for (; col + WIDE * VL <= cols; col += WIDE * VL)
-        NAME(columns)(WIDE, c, ldc, a, lda, b, col, n, rows, accumulate);
-    for (; col < cols; col += VL) NAME(columns)(1, c, ldc, a, lda, b, col, n, rows, accumulate);
+        NAME(columns)(WIDE, c, ldc, a, lda, b, col, n, rows, accumulate, ahead, stride);
+    for (; col < cols; col += VL) NAME(columns)(1, c, ldc, a, lda, b, col, n, rows, accumulate, ahead, stride);
 }
 
 FN void NAME(scores)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
                      int cols) {
-    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 0);
+    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 0, NULL, 0);
 }
 
 FN void NAME(weigh)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
                     int cols) {
-    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 1);
+    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 1, NULL, 0);
+}
+
+FN void NAME(weigh_ahead)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
+                          int cols, const float *ahead, int64_t stride) {
+    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 1, ahead, stride);
 }
 
 /* Exchange of the halves of 2h lanes between two vectors: one step of transposing VL vectors. */
@@ -203,17 +220,35 @@ FN void NAME(weigh)(float *c, int64_t ldc, const float *a, int64_t lda, const fl
 
 /* v[i] becomes lane sums: lane i of v[0] is the sum of the lanes of the old v[i]. */
 #define ADD_STEP(v, h)              \
-    _Pragma("GCC unroll 16")        \
+    UNROLL                          \
     for (int i = 0; i < (h); i++) v[i] = LOW(v[i], v[i + (h)], h) + HIGH(v[i], v[i + (h)], h);
 
 #define TRANSPOSE_STEP(v, h)                                           \
-    _Pragma("GCC unroll 16")                                           \
+    UNROLL                                                             \
     for (int i = 0; i < VL; i++)                                       \
         if (!(i & (h))) {                                              \
             vec low = LOW(v[i], v[i + (h)], h);                        \
             v[i + (h)] = HIGH(v[i], v[i + (h)], h);                    \
             v[i] = low;                                                \
         }
+
+/* Lane 0 becomes all lanes of v put together. */
+#if VL >= 16
+#define FOLD_16(v, op) v = op(v, HIGH(v, v, 8));
+#else
+#define FOLD_16(v, op)
+#endif
+#if VL >= 8
+#define FOLD_8(v, op) v = op(v, HIGH(v, v, 4));
+#else
+#define FOLD_8(v, op)
+#endif
+#define PLUS(a, b) ((a) + (b))
+#define FOLD(v, op)           \
+    FOLD_16(v, op)            \
+    FOLD_8(v, op)             \
+    v = op(v, HIGH(v, v, 2)); \
+    v = op(v, HIGH(v, v, 1));
 
 INLINE vec NAME(lane_sums)(vec *v) {
 #if VL >= 16
@@ -232,7 +267,7 @@ FN void NAME(transpose_keys)(const float *const *keys, int count, int dim, float
     for (int k = 0; k < count; k += VL)
         for (int d = 0; d < dim; d += VL) {
             vec v[VL];
-#pragma GCC unroll 16
+            UNROLL
             for (int i = 0; i < VL; i++) v[i] = NAME(load)(keys[k + i] + d);
 #if VL >= 16
             TRANSPOSE_STEP(v, 8)
@@ -242,31 +277,34 @@ FN void NAME(transpose_keys)(const float *const *keys, int count, int dim, float
 #endif
             TRANSPOSE_STEP(v, 2)
             TRANSPOSE_STEP(v, 1)
-#pragma GCC unroll 16
+            UNROLL
             for (int i = 0; i < VL; i++) NAME(store)(out + (d + i) * KEYS + k, v[i]);
         }
 }
 
-/* Scores of few rows against the keys of a tile. On the way what comes next (NULL: nothing) is called for. */
-FN void NAME(dot_scores)(const float *q, int rows, int dim, const float *const *keys, int count,
-                         const float *const *next_keys, const float *const *next_values, float *scores) {
-    for (int k = 0; k < count; k += VL)
+/* scores[r, i] of few rows against the keys of one block, stride apart. ahead (NULL: nothing): keys that are called into
+ * the cache on the way, likewise apart. */
+FN void NAME(dot_scores)(const float *q, int rows, int dim, const float *keys, int64_t stride, const float *ahead,
+                         float *scores) {
+    for (int k = 0; k < BLOCK; k += VL)
         for (int r = 0; r < rows; r++) {
             vec v[VL];
-#pragma GCC unroll 16
+            UNROLL
             for (int i = 0; i < VL; i++) v[i] = (vec){0};
             for (int d = 0; d < dim; d += VL) {
-                vec query = NAME(load)(q + r * dim + d);
-#pragma GCC unroll 16
-                for (int i = 0; i < VL; i++) v[i] += query * NAME(load)(keys[k + i] + d);
+                const vec query = NAME(load)(q + r * dim + d);
+                const float *key = keys + k * stride + d;
+                UNROLL
+                for (int i = 0; i < VL; i += 4, key += 4 * stride) {
+                    v[i] += query * NAME(load)(key);
+                    v[i + 1] += query * NAME(load)(key + stride);
+                    v[i + 2] += query * NAME(load)(key + 2 * stride);
+                    v[i + 3] += query * NAME(load)(key + 3 * stride);
+                }
+                if (r == 0 && ahead != NULL && d % LINE == 0)
+                    for (int i = k; i < k + VL; i++) __builtin_prefetch(ahead + i * stride + d);
             }
             NAME(store)(scores + r * KEYS + k, NAME(lane_sums)(v));
-            if (r == 0 && next_keys != NULL)
-                for (int i = 0; i < VL; i++)
-                    for (int d = 0; d < dim; d += 16) {
-                        __builtin_prefetch(next_keys[k + i] + d, 0, 2);
-                        __builtin_prefetch(next_values[k + i] + d, 0, 2);
-                    }
         }
 }
 
@@ -283,9 +321,10 @@ INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, fl
     if (cap > 0) NAME(soften)(x, n, cap);
     for (int i = 0; i < low && i < n; i++) x[i] = -INFINITY;
     for (int i = high > 0 ? high : 0; i < n; i++) x[i] = -INFINITY;
-    float top = *m, sum = 0;
-#pragma omp simd reduction(max : top)
-    for (int i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    vec best = NAME(load)(x), sums = (vec){0};
+    for (int c = VL; c < n; c += VL) best = MAXIMUM(best, NAME(load)(x + c));
+    FOLD(best, MAXIMUM)
+    const float top = best[0] > *m ? best[0] : *m;
     if (top == -INFINITY) { /* nothing seen yet: a difference of infinities would be NaN */
         memset(x, 0, sizeof(float) * (size_t)n);
         return;
@@ -297,20 +336,17 @@ INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, fl
         for (int d = 0; d < dim; d++) o[d] *= factor;
         *m = top;
     }
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) {
-        float weight = NAME(exp2)(x[i] - top);
-        x[i] = weight;
-        sum += weight;
-    }
-    *l += sum;
+#pragma omp simd
+    for (int i = 0; i < n; i++) x[i] = NAME(exp2)(x[i] - top);
+    for (int c = 0; c < n; c += VL) sums += NAME(load)(x + c);
+    FOLD(sums, PLUS)
+    *l += sums[0];
 }
 
-/* One tile of keys for query rows of one KV head. first: position of the tile's first key; row r stands at position
- * position + r / group. count keys exist; rows before first_row see none of them. */
-INLINE void NAME(online_softmax)(const struct attention *job, float *scores, int rows, int count, int64_t first,
-                                 int64_t position, float *m, float *l, float *o) {
-    const int dim = job->dim, group = job->heads / job->kv_heads, n = (count + VL - 1) / VL * VL;
+/* One tile of count keys, the first at position first; row r stands at position + r / group. */
+INLINE void NAME(online_softmax)(const struct attention *job, float *scores, int rows, int group, int count,
+                                 int64_t first, int64_t position, float *m, float *l, float *o) {
+    const int dim = job->dim, n = (count + VL - 1) / VL * VL;
     for (int r = 0; r < rows; r++) {
         const int64_t at = position + r / group;
         const int64_t high = at + 1 - first, low = job->window > 0 ? high - job->window : 0;
@@ -339,38 +375,65 @@ INLINE void NAME(finish_rows)(const float *l, const float *o, int rows, int dim,
     }
 }
 
-/* Blocks [first, end) of a sequence with one new token, all heads. The heads go tile by tile together, because their
- * keys lie side by side. Results go to partial [heads] m, [heads] l, [heads, dim] o, or, if NULL, finished to out. */
+/* The order in which a decode reads its blocks [first, end): a tile's keys, then its values, each block by block and head
+ * by head. Where the read stands that comes `distance` (block, head) pairs after the given one; NULL at the end. */
+INLINE const float *NAME(later)(const struct attention *job, const int32_t *table, int64_t first, int64_t end,
+                                int64_t tile, int values, int pair, int distance, int head, int heads) {
+    const int64_t next = tile + TILE_BLOCKS;
+    const int pairs = (int)(next < end ? TILE_BLOCKS : end - tile) * heads;
+    (void)first;
+    pair += distance;
+    if (pair >= pairs) {
+        pair -= pairs;
+        if (values) tile = next;
+        values = !values;
+        if (tile + pair / heads >= end) return NULL;
+    }
+    const int64_t token = (int64_t)job->kv_heads * job->dim;
+    return (values ? job->v_cache : job->k_cache) + table[tile + pair / heads] * BLOCK * token +
+           (int64_t)(head + pair % heads) * job->dim;
+}
+
+/* Blocks [first, end) of a sequence with one new token, all heads. The heads go through the blocks together, because
+ * their keys lie side by side. Results go to partial ([heads] m, [heads] l, [heads, dim] o), or, if NULL, finished to
+ * out. */
 FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, int64_t end, float *partial) {
     const int dim = job->dim, group = job->heads / job->kv_heads;
     const int together = MAX_DECODE / (group * dim) < job->kv_heads ? MAX_DECODE / (group * dim) : job->kv_heads;
+    const int distance = AHEAD / dim > 1 ? AHEAD / dim : 1;
     const int32_t *table = job->block_tables + (int64_t)sequence * job->table_stride;
-    const int64_t context = job->context_lens[sequence];
+    const int64_t context = job->context_lens[sequence], token = (int64_t)job->kv_heads * dim;
     const int32_t row = job->query_start[sequence];
-    float q[MAX_DECODE], o[MAX_DECODE], m[MAX_DECODE / BLOCK], l[MAX_DECODE / BLOCK], scores[MAX_GROUP * KEYS];
-    const float *keys[KEYS], *values[KEYS], *next_keys[KEYS], *next_values[KEYS];
+    float q[MAX_DECODE], o[MAX_DECODE], m[MAX_DECODE / BLOCK], l[MAX_DECODE / BLOCK];
+    float scores[MAX_DECODE / BLOCK * KEYS];
     for (int head = 0; head < job->kv_heads; head += together) {
         const int heads = job->kv_heads - head < together ? job->kv_heads - head : together, rows = heads * group;
         const float *queries = job->q + row * job->q_stride + (int64_t)head * group * dim;
         for (int i = 0; i < rows * dim; i++) q[i] = queries[i] * job->scale;
         memset(o, 0, sizeof(float) * (size_t)(rows * dim));
         for (int r = 0; r < rows; r++) m[r] = -INFINITY, l[r] = 0;
-        for (int64_t block = first; block < end; block += KEYS / BLOCK)
-            for (int h = 0; h < heads; h++) {
-                const int found = NAME(addresses)(job, job->k_cache, table, block, end, head + h, keys);
-                NAME(addresses)(job, job->v_cache, table, block, end, head + h, values);
-                const int64_t next = block + KEYS / BLOCK;
-                const int ahead = NAME(addresses)(job, job->k_cache, table, next, end, head + h, next_keys);
-                NAME(addresses)(job, job->v_cache, table, next, end, head + h, next_values);
-                for (int i = ahead; i < found; i++) next_keys[i] = keys[i], next_values[i] = values[i];
-                const int64_t left = context - block * BLOCK;
-                const int count = (int)(left < found ? left : found);
-                const int at = h * group;
-                NAME(dot_scores)(q + at * dim, group, dim, keys, found, ahead ? next_keys : NULL, next_values, scores);
-                NAME(online_softmax)(job, scores, group, count, block * BLOCK, context - 1, m + at, l + at,
-                                     o + at * dim);
-                NAME(weigh)(o + at * dim, dim, scores, KEYS, values, count, group, dim);
+        for (int64_t tile = first; tile < end; tile += TILE_BLOCKS) {
+            const int blocks = (int)(tile + TILE_BLOCKS < end ? TILE_BLOCKS : end - tile);
+            const int64_t left = context - tile * BLOCK;
+            const int count = (int)(left < blocks * BLOCK ? left : blocks * BLOCK);
+            for (int i = 0; i < blocks * heads; i++) {
+                const int b = i / heads, h = i % heads;
+                NAME(dot_scores)(q + h * group * dim, group, dim,
+                                 job->k_cache + table[tile + b] * BLOCK * token + (int64_t)(head + h) * dim, token,
+                                 NAME(later)(job, table, first, end, tile, 0, i, distance, head, heads),
+                                 scores + h * group * KEYS + b * BLOCK);
             }
+            NAME(online_softmax)(job, scores, rows, rows, count, tile * BLOCK, context - 1, m, l, o);
+            for (int i = 0; i < blocks * heads; i++) {
+                const int b = i / heads, h = i % heads, known = count - b * BLOCK < BLOCK ? count - b * BLOCK : BLOCK;
+                const float *values[BLOCK];
+                for (int j = 0; j < BLOCK; j++)
+                    values[j] = job->v_cache + (table[tile + b] * BLOCK + j) * token + (int64_t)(head + h) * dim;
+                NAME(weigh_ahead)(o + h * group * dim, dim, scores + h * group * KEYS + b * BLOCK, KEYS, values, known,
+                                  group, dim, NAME(later)(job, table, first, end, tile, 1, i, distance, head, heads),
+                                  token);
+            }
+        }
         const int64_t at = (int64_t)head * group;
         if (partial == NULL) {
             NAME(finish_rows)(l, o, rows, dim, job->out + (row * (int64_t)job->heads + at) * dim);
@@ -422,7 +485,7 @@ FN void NAME(chunk)(const struct attention *job, int sequence, int first, int en
     memset(o, 0, sizeof(float) * (size_t)(rows * dim));
     const int64_t unseen = job->window > 0 ? position + 1 - job->window : 0;
     const int64_t end_block = (context + BLOCK - 1) / BLOCK;
-    for (int64_t block = unseen > 0 ? unseen / BLOCK : 0; block < end_block; block += KEYS / BLOCK) {
+    for (int64_t block = unseen > 0 ? unseen / BLOCK : 0; block < end_block; block += TILE_BLOCKS) {
         const int64_t start = block * BLOCK;
         const int found = NAME(addresses)(job, job->k_cache, table, block, end_block, head, keys);
         NAME(addresses)(job, job->v_cache, table, block, end_block, head, values);
@@ -431,7 +494,7 @@ FN void NAME(chunk)(const struct attention *job, int sequence, int first, int en
         const int live = rows - skip;
         NAME(transpose_keys)(keys, found, dim, transposed);
         NAME(scores)(scores, KEYS, q + skip * dim, dim, by_dim, dim, live, found);
-        NAME(online_softmax)(job, scores, live, count, start, position + skip / group, m + skip, l + skip,
+        NAME(online_softmax)(job, scores, live, group, count, start, position + skip / group, m + skip, l + skip,
                              o + skip * dim);
         NAME(weigh)(o + skip * dim, dim, scores, KEYS, values, count, live, dim);
     }
@@ -459,6 +522,11 @@ static const struct operators NAME(operators) = {
 #undef LANES
 #undef LOW
 #undef HIGH
+#undef FOLD_16
+#undef FOLD_8
+#undef FOLD
+#undef PLUS
+#undef MAXIMUM
 #undef ADD_STEP
 #undef TRANSPOSE_STEP
 #undef NAME
