@@ -83,7 +83,7 @@ def _operation(method: str, path: str, operation: dict[str, Any], schemas: dict[
     rows = []
     for status, answer in operation["responses"].items():
         kinds = [
-            f"{escape(kind)}: {_schema_text(content.get('itemSchema', content['schema']), schemas)}"
+            f"{escape(kind)}: {_schema_text(_payload(content['schema']), schemas)}"
             for kind, content in answer.get("content", {}).items()
         ]
         rows.append(f"<tr><td>{status}</td><td>{escape(answer['description'])}</td><td>{'<br>'.join(kinds)}</td></tr>")

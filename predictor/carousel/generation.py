@@ -15,6 +15,9 @@ from carousel.lifecycle import EngineLike, StreamLike
 from carousel.protocols.errors import RequestTimedOut
 from carousel.telemetry.notes import current_notes
 
+LONGEST_TURN_S = 0.02
+"""Seconds of submitting after which the event loop may serve others: a call can have thousands of choices."""
+
 LONG_TEXT = 4096
 """Characters from which a prompt is tokenised on a thread: below, the hand-over costs more than the work."""
 
@@ -44,7 +47,11 @@ async def submit_all(stack: AsyncExitStack, engine: EngineLike, call: Call) -> l
     _hurry(call)
     streams: list[StreamLike] = []
     notes = current_notes.get()
+    turn = time.monotonic()
     for index, request in enumerate(call.requests):
+        if time.monotonic() - turn > LONGEST_TURN_S:
+            await asyncio.sleep(0)
+            turn = time.monotonic()
         if notes is not None:
             notes.expect(request)
         try:

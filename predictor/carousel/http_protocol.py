@@ -75,11 +75,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if self.flow.read_paused:  # it is the server that does not read on, behind an answer that is being sent
+        if (
+            self.flow.read_paused or not self._is_answered
+        ):  # it comes behind another request: that one's time is its own
             self._head_timer = self.loop.call_later(self.read_seconds, self._head_is_late)
         elif not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
-                self._refuse(408, f"the request's headers did not arrive within {self.read_seconds:g} s")
+            self._refuse(408, f"the request's headers did not arrive within {self.read_seconds:g} s")
             self._abort_later()
 
     def _body_is_late(self) -> None:
@@ -138,25 +139,35 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self.read_seconds, self._head_is_late)
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            # No other protocol is spoken here, and none need be: Java's client offers h2c with every request. The
-            # parser takes what follows for that protocol, so another one reads it, of the same head without the offer.
-            rest = data[upgrade.args[0] :]
-            framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in _FRAMING]
-            self.parser = httptools.HttpRequestParser(self)
-            self._replaying = True
+        rest = memoryview(data)
+        while True:
             try:
-                self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
-            finally:
-                self._replaying = False
-            self._feed(rest)
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                # No other protocol is spoken here, and none need be: Java's client offers h2c with every request. The
+                # parser takes what follows for that protocol, so another one reads it, of the same head without the
+                # offer.
+                rest = rest[upgrade.args[0] :]
+                self._replay_head()
+            else:
+                return
+
+    def _replay_head(self) -> None:
+        framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in _FRAMING]
+        self.parser = httptools.HttpRequestParser(self)
+        self._replaying = True
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        finally:
+            self._replaying = False
+
+    @property
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
-        answered = self.cycle is None or self.cycle.response_complete
-        return answered and self._body_timer is None and self.timeout_keep_alive_task is None
+        return self._is_answered and self._body_timer is None and self.timeout_keep_alive_task is None
 
     def on_url(self, url: bytes) -> None:
         if self._replaying:
@@ -211,7 +222,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._abort_later()
 
     def _refuse(self, status: int, message: str) -> None:
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        if not self._is_answered and self.cycle.response_started:
             self.transport.abort()  # in the middle of an answer nothing can be said
             return
         body = f'{{"error":"{message}"}}'.encode()
@@ -225,4 +236,3 @@ class GuardedProtocol(HttpToolsProtocol):
 def guarded(read_seconds: float) -> type[asyncio.Protocol]:
     """The protocol class for ``uvicorn.Config(http=...)``."""
     return type("GuardedProtocol", (GuardedProtocol,), {"read_seconds": read_seconds})
-

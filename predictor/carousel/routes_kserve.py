@@ -121,7 +121,8 @@ class KServeRoutes(Handlers):
         check_model(model_name, model_version, self.model.name)
         check_json(request.headers, _V2_BODIES)
         raw = await request.body()
-        infer_request = tensors.request_from_rest(raw, request.headers, model_name, model_version or "")
+        version = model_version or ""
+        infer_request = await parse(request, tensors.request_from_rest, raw, request.headers, model_name, version)
         headers = dict(request.headers.items())
         response, _ = await self.data_plane.infer(model_name=model_name, request=infer_request, headers=headers)
         body, json_length = response.to_rest()

@@ -25,6 +25,7 @@ from carousel.protocols.v2 import V2Request, V2Tensor
 
 _BODY = ("id", "model_name", "model_version", "parameters", "inputs", "outputs")
 _TENSOR = ("name", "shape", "datatype", "parameters", "data")
+_MAX_TENSORS = 64
 BINARY_HEADER = "inference-header-content-length"
 _DOUBLE_PARAM, _UINT64_PARAM = 4, 5  # field numbers in the Open Inference Protocol's InferParameter
 # Where each datatype's elements stand in a gRPC message without raw contents; FP16 has no such place.
@@ -47,9 +48,11 @@ def _object(value: object, field: str) -> dict[str, Any]:
     return value
 
 
-def _list_of(value: object, field: str) -> list[Any]:
+def _list_of(value: object, field: str, most: int | None = None) -> list[Any]:
     if not isinstance(value, list):
         raise InvalidRequest(field, value, "a list")
+    if most is not None and len(value) > most:
+        raise InvalidRequest(field, f"{len(value)} items", f"a list of at most {most}")
     return value
 
 
@@ -99,7 +102,7 @@ def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, m
     binary = _Binary(memoryview(raw)[split:] if header is not None else None)
     inputs = [
         _input_from_rest(_object(item, f"inputs[{i}]"), f"inputs[{i}]", binary)
-        for i, item in enumerate(_list_of(body.get("inputs"), "inputs"))
+        for i, item in enumerate(_list_of(body.get("inputs"), "inputs", _MAX_TENSORS))
     ]
     binary.finish()
     parameters = _parameters(body.get("parameters"), "parameters")
@@ -107,7 +110,7 @@ def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, m
     given_outputs = body.get("outputs")
     outputs = [
         _output_from_rest(item, f"outputs[{i}]", all_binary)
-        for i, item in enumerate(_list_of([] if given_outputs is None else given_outputs, "outputs"))
+        for i, item in enumerate(_list_of([] if given_outputs is None else given_outputs, "outputs", _MAX_TENSORS))
     ]
     given = body.get("id")
     return InferRequest(
@@ -122,7 +125,9 @@ def request_from_rest(raw: bytes, headers: Mapping[str, str], model_name: str, m
 
 def _output_from_rest(item: object, field: str, all_binary: bool) -> RequestedOutput:
     output = _only(_object(item, field), field, ("name", "parameters"))
-    wanted = _only(_parameters(output.get("parameters"), f"{field}.parameters"), f"{field}.parameters", ("binary_data",))
+    wanted = _only(
+        _parameters(output.get("parameters"), f"{field}.parameters"), f"{field}.parameters", ("binary_data",)
+    )
     binary = _switch(wanted, "binary_data", f"{field}.parameters", all_binary)
     return RequestedOutput(_text(output.get("name"), f"{field}.name"), {"binary_data": binary})
 
@@ -149,7 +154,7 @@ class _Binary:
 def _input_from_rest(item: dict[str, Any], field: str, binary: _Binary) -> InferInput:
     _only(item, field, _TENSOR)
     name = _text(item.get("name"), f"{field}.name")
-    shape = [_count(size, f"{field}.shape") for size in _list_of(item.get("shape"), f"{field}.shape")]
+    shape = [_count(size, f"{field}.shape") for size in _list_of(item.get("shape"), f"{field}.shape", _MAX_TENSORS)]
     datatype = _text(item.get("datatype"), f"{field}.datatype")
     parameters = _parameters(item.get("parameters"), f"{field}.parameters")
     data = item.get("data")

@@ -27,7 +27,7 @@ def neighbour(tiny: TinyServer) -> Iterator[Neighbour]:
     beside.expect_undisturbed(alone)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(tiny: TinyServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=tiny.url, timeout=20) as client:
         yield client

@@ -37,7 +37,7 @@ REFUSED = {"/v1/models/{model_name}:explain": 501, "/v2/repository/models/{model
 # The same handlers once more, under another path.
 TWICE = r"^/openai/v1/|^/v1/(de)?tokenize|/versions/"
 BODILESS = r":explain$|/(un)?load$"
-EXAMPLES = 8
+EXAMPLES = 6
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +188,8 @@ def test_the_docs_page_loads_nothing(short_server):
     assert not re.search(r"(?:src|href)=\"(?!#|/openapi\.json\")|<script|@import|url\(", page.text)
     for path in DOCUMENT["paths"]:
         assert path in page.text
+    for name in ("ChatChunk", "CompletionAnswer", "PredictEvent", "GenerateEvent"):
+        assert f'text/event-stream: <a href="#schema-{name}">' in page.text
 
 
 def test_the_docs_page_is_off_unless_asked_for(server):

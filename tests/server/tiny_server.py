@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import httpx
@@ -34,6 +35,7 @@ class TinyServer:
     settings: Settings
     engines: list[Engine] = field(default_factory=list)
     servers: list[Any] = field(default_factory=list)
+    tasks_at_rest: int = 0
 
     @property
     def engine(self) -> Engine:
@@ -54,8 +56,15 @@ class TinyServer:
         lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
         return sum(1 for line in lines if line[1].endswith(port) and line[3] in ("01", "08"))  # established, close-wait
 
+    @property
+    def tasks(self) -> int:
+        """Tasks on the server's event loop."""
+        return len(asyncio.all_tasks(self.servers[0]._loop))
+
     def expect_clean(self) -> None:
-        """Nothing is live, no block is held, and the books balance."""
+        """Nothing is live, no block is held, no connection or task is left, and the books balance."""
+        wait_until(lambda: self.connections == 0, 10)
+        wait_until(lambda: self.tasks <= self.tasks_at_rest, 10)
         wait_until(lambda: self.live == 0, 10)
         stats = self.engine.stats()
         assert stats.admitted == sum(stats.finished.values())
@@ -99,12 +108,15 @@ def tiny_server(**changes: Any) -> Iterator[TinyServer]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     wait_until(lambda: _ready(running.url), 30)
+    wait_until(lambda: running.connections == 0)
+    running.tasks_at_rest = running.tasks
     try:
         yield running
     finally:
         running.servers[0].request_stop()
         thread.join(15)
         assert codes == [0]
+        assert not running.engine.alive  # its thread has ended
 
 
 def _ready(url: str) -> bool:
@@ -148,7 +160,7 @@ class Neighbour:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Neighbour:
+    def __enter__(self) -> Self:
         self._thread.start()
         wait_until(lambda: self.server.live > 0, 10)
         return self
@@ -161,6 +173,7 @@ class Neighbour:
         try:
             while not self._stop.is_set():
                 self.answers.append("".join(_deltas(self.server, self.gaps)))
+                self._stop.wait(0.05)  # leaves the others a share of a small machine
         except BaseException as error:
             self.error = error
 

@@ -35,6 +35,10 @@ _MAX_TIMED_ELEMENTS = 2_000_000
 _SECONDS_PER_SHAPE = 0.03
 _MIN_TURNS, _MAX_TURNS = 2, 40
 
+# oneDNN compiles a kernel for each shape and number of rows (0.3 ms, 16 KB) and keeps the last 1024. Steps have up to
+# some hundred different numbers of rows in five shapes, which that would forget; read when oneDNN is first used.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
+
 _choices: dict[tuple[int, int, torch.dtype], str] = {}
 _lock = threading.Lock()
 

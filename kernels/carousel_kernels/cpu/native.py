@@ -99,8 +99,10 @@ def _parallel() -> int | None:
         loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
         return None
+    own = str(Path(torch.__file__).parent)  # and torch.libs beside it: other packages may bring a runtime as well
     for name in _RUNTIMES:
-        for path in sorted(p for p in loaded if Path(p).name.startswith(name)):
+        found = [path for path in loaded if Path(path).name.startswith(name)]
+        for path in sorted(found, key=lambda path: not path.startswith(own)):
             try:
                 return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _pointer).value
             except (OSError, AttributeError):
@@ -213,7 +215,7 @@ def rope_write_kv(
         _library is None
         or not (_heads_adjacent(q) and _heads_adjacent(k) and _heads_adjacent(v))
         or not _dense(cos_sin, k_cache, v_cache)
-        or not (positions.is_contiguous() and slots.is_contiguous())
+        or not all(t.dtype == torch.int64 and t.is_contiguous() for t in (positions, slots))
     ):
         return False
     tokens, heads, dim = q.shape

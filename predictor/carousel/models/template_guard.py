@@ -24,14 +24,15 @@ from jinja2.visitor import NodeTransformer
 MAX_WEIGHT = 1 << 24
 """Of a value: characters of text, elements of a list with all that is in them."""
 
-MAX_WORK = 4_000_000
-"""Units of a rendering: one per step of a loop, call or operator, and one per 64 of a result's weight."""
+MAX_WORK = 1_000_000
+"""Units of a rendering: one per step of a loop, call or operator, and one per 256 of a value's weight. Some seconds."""
 
 MAX_SOURCE = 1 << 20
-_MAX_POWER = 64  # digits that an exponent may make
-_WEIGHT_PER_UNIT = 64
+_MAX_BITS = 4096  # of a number
+_WEIGHT_PER_UNIT = 256
 # Filters that make text of any size from an argument, and that no chat template needs.
 _REMOVED_FILTERS = ("center", "urlize", "xmlattr", "filesizeformat", "pprint", "random", "wordwrap", "slice", "groupby")
+_CONTEXTS = (jinja2.Environment, jinja2.runtime.Context, nodes.EvalContext)  # what filters are handed before values
 _REMOVED_GLOBALS = ("lipsum", "cycler")
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
 # A width or precision of thousands, or one that is itself an argument.
@@ -150,8 +151,9 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     def _guarded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            plain = [item for item in args if not isinstance(item, (jinja2.Environment, jinja2.runtime.Context))]
-            self._charge_filter(name, plain, kwargs)
+            if name == "join":  # what it is to join must be known before
+                args = tuple(list(item) if hasattr(item, "__next__") else item for item in args)
+            self._charge_filter(name, [item for item in args if not isinstance(item, _CONTEXTS)], kwargs)
             result = function(*args, **kwargs)
             return result if hasattr(result, "__next__") else self.meter.checked(result)
 
@@ -204,19 +206,28 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         meter = self.meter
         weights = meter.weigh(left), meter.weigh(right)
         if operator_ == "*":
-            count = right if isinstance(right, int) else left
-            sized = left if count is right else right
+            count, sized = (right, left) if isinstance(right, int) else (left, right)
             many = isinstance(count, int) and not isinstance(sized, (int, float))
             meter.bound(meter.weigh(sized) * max(0, count) if many else sum(weights))
         elif operator_ == "**":
-            if isinstance(right, (int, float)) and abs(right) * max(1, weights[0]) > _MAX_POWER:
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _MAX_BITS:
                 raise TemplateLimit("the template makes a number that is too large")
         elif operator_ == "%" and isinstance(left, str):
             _check_format(left)
             meter.bound(sum(weights) * 4)
         else:
             meter.bound(sum(weights))
-        return meter.checked(_OPERATORS[operator_](left, right))
+        result = _OPERATORS[operator_](left, right)
+        if isinstance(result, int) and result.bit_length() > _MAX_BITS:
+            raise TemplateLimit("the template makes a number that is too large")
+        return meter.checked(result)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` and ``format_map``, which the sandbox replaces by its own."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(str(value.__self__))
+        return wrapped
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         meter, name, owner = self.meter, getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
@@ -238,8 +249,6 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         elif name == "join" and args:
             items = args[0] if isinstance(args[0], (str, list, tuple, dict)) else ()
             self.meter.bound(len(text) * len(items) + sum(self.meter.weigh(item) for item in items))
-        elif name in ("format", "format_map"):
-            _check_format(text)
         elif name in ("translate", "encode"):
             raise TemplateLimit(f"str.{name} is not for templates")
 

@@ -142,6 +142,8 @@ class _SafetensorsFile:
                 f"{path}: its safetensors header is not valid JSON ({error}); the file is damaged, download it again"
             ) from error
         self.entries.pop("__metadata__", None)
+        if not self.entries:
+            raise ModelLoadError(f"{path}: holds no tensors; download it again")
         self.start = 8 + length
         self._check_places(size)
 
@@ -152,8 +154,10 @@ class _SafetensorsFile:
             try:
                 dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
                 sizes = [*shape, begin, end]
-                if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in sizes):
-                    raise ValueError("its dtype, shape or data_offsets is of a wrong type")
+                if not isinstance(dtype, str) or any(
+                    type(number) is not int or not 0 <= number < 2**62 for number in sizes
+                ):
+                    raise ValueError("its dtype, shape or data_offsets is of a wrong type or size")
             except (TypeError, KeyError, ValueError) as error:
                 raise self._damaged(name, f"is not described ({error})") from error
             if self.start + end > size:
@@ -163,7 +167,8 @@ class _SafetensorsFile:
                 )
             if begin < taken or begin > end:
                 raise self._damaged(name, "overlaps another")
-            if dtype in _SIZES and math.prod(shape) * _SIZES[dtype] != end - begin:
+            elements, held = math.prod(shape), end - begin
+            if elements * _SIZES[dtype] != held if dtype in _SIZES else elements > 8 * held:
                 raise self._damaged(name, f"has {end - begin} bytes, which its shape {_short(shape)} does not fill")
             taken = end
 

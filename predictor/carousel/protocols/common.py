@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 MAX_PROMPTS = 2048
+MAX_CALL_CHOICES = 4096
 MAX_STOP_TOKENS = 1024
 MAX_SECONDS = 1_000_000.0
 # No real text averages more characters per token; beyond this, tokenising would only cost time before the refusal.

@@ -86,8 +86,8 @@ def decode_body(raw: bytes) -> object:
         raw: the body's bytes, UTF-8; the caller has bounded its size.
 
     Raises:
-        InvalidRequest: field ``body``; not UTF-8, not JSON, NaN or Infinity, an absurd number, or nested too deep; or the
-            name of a field that an object has twice.
+        InvalidRequest: field ``body``; not UTF-8, not JSON, NaN or Infinity, an absurd number, or nested too deep.
+            Where an object has a field twice, that field.
     """
     try:
         text = raw.decode("utf-8")

@@ -76,6 +76,9 @@ def parse_completion(body: object, context: Context) -> OpenAICall:
         params.prompt_logprobs = max(params.logprobs, wanted_prompt_logprobs or 0)
     options = common.read_options(values, context)
     prompts = _prompts(values, context)
+    if len(prompts) * params.n > common.MAX_CALL_CHOICES:
+        most = common.MAX_CALL_CHOICES // len(prompts)
+        refuse(sampling.names["n"], params.n, f"at most {most} for {len(prompts)} prompts")
     call_id = common.new_call_id(context, "cmpl-")
     requests = [
         common.new_request(context, call_id, index, prompt, sampling, options)

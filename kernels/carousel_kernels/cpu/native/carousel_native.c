@@ -17,7 +17,7 @@
 #define KEYS 64          /* tokens per tile of attention */
 #define TILE_BLOCKS (KEYS / BLOCK)
 #define LINE 16          /* floats of a cache line */
-#define AHEAD 192        /* how far decodes look ahead: keys of a block of so many floats each */
+#define AHEAD 192        /* floats of each token of a block that a decode calls for ahead of its reading; measured */
 #define MAX_DIM 256      /* head size; a multiple of 16 */
 #define MAX_GROUP 32     /* query heads per KV head */
 #define MAX_ROWS 48      /* query rows of a tile of a prompt chunk */
@@ -94,6 +94,8 @@ struct operators {
     void (*chunk)(const struct attention *, int, int, int, int);
 };
 
+_Static_assert(MAX_GROUP * MAX_DIM <= MAX_DECODE && MAX_GROUP <= MAX_ROWS, "a group fits a tile and a decode");
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #if defined(__clang__)
@@ -131,8 +133,8 @@ struct operators {
 static const struct operators *operators = &operators_base;
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 
-/* Give the address of GOMP_parallel (NULL: run on the calling thread alone) and the widest vectors to use, in bits (0: as
- * wide as the CPU has them). Returns the width that is used. */
+/* Give the address of GOMP_parallel (NULL: run on the calling thread alone) and the widest vectors to use, in bits (0:
+ * as wide as the CPU has them). Returns the width that is used. */
 EXPORT int carousel_init(void *parallel, int max_bits) {
     gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
     operators = &operators_base;
@@ -140,8 +142,10 @@ EXPORT int carousel_init(void *parallel, int max_bits) {
     __builtin_cpu_init();
     const int limit = max_bits > 0 ? max_bits : 512;
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (limit >= 512 && avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd")) {
+    const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                       __builtin_cpu_supports("avx512cd");
+    if (limit >= 512 && avx512) {
         operators = &operators_avx512;
         return 512;
     }

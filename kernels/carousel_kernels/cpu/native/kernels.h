@@ -5,7 +5,7 @@
  *   MAXIMUM  of two vectors, lane by lane
  *   WIDE     vectors per row of a register tile: 4 where there are 32 vector registers, else 2
  *
- * Attention is computed in tiles of keys with the online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention,
+ * Attention goes over tiles of keys with the online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention,
  * 2022): a running maximum m, sum l and unnormalised output o per query row, in base 2.
  */
 #define FN static TARGET
@@ -188,17 +188,12 @@ INLINE void NAME(multiply)(float *c, int64_t ldc, const float *a, int64_t lda, c
     for (; col < cols; col += VL) NAME(columns)(1, c, ldc, a, lda, b, col, n, rows, accumulate, ahead, stride);
 }
 
-FN void NAME(scores)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
-                     int cols) {
+FN void NAME(product)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
+                      int cols) {
     NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 0, NULL, 0);
 }
 
-FN void NAME(weigh)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
-                    int cols) {
-    NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 1, NULL, 0);
-}
-
-FN void NAME(weigh_ahead)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
+FN void NAME(add_product)(float *c, int64_t ldc, const float *a, int64_t lda, const float *const *b, int n, int rows,
                           int cols, const float *ahead, int64_t stride) {
     NAME(multiply)(c, ldc, a, lda, b, n, rows, cols, 1, ahead, stride);
 }
@@ -282,8 +277,8 @@ FN void NAME(transpose_keys)(const float *const *keys, int count, int dim, float
         }
 }
 
-/* scores[r, i] of few rows against the keys of one block, stride apart. ahead (NULL: nothing): keys that are called into
- * the cache on the way, likewise apart. */
+/* scores[r, i] of few rows against the keys of one block, stride apart. ahead (NULL: nothing): further ones, likewise
+ * apart, that are called into the cache on the way. */
 FN void NAME(dot_scores)(const float *q, int rows, int dim, const float *keys, int64_t stride, const float *ahead,
                          float *scores) {
     for (int k = 0; k < BLOCK; k += VL)
@@ -375,13 +370,12 @@ INLINE void NAME(finish_rows)(const float *l, const float *o, int rows, int dim,
     }
 }
 
-/* The order in which a decode reads its blocks [first, end): a tile's keys, then its values, each block by block and head
- * by head. Where the read stands that comes `distance` (block, head) pairs after the given one; NULL at the end. */
-INLINE const float *NAME(later)(const struct attention *job, const int32_t *table, int64_t first, int64_t end,
-                                int64_t tile, int values, int pair, int distance, int head, int heads) {
+/* A decode reads a tile's keys, then its values, each block by block and head by head. Here is what it will read
+ * `distance` (block, head) pairs after the given pair; NULL past the end. */
+INLINE const float *NAME(later)(const struct attention *job, const int32_t *table, int64_t end, int64_t tile,
+                                int values, int pair, int distance, int head, int heads) {
     const int64_t next = tile + TILE_BLOCKS;
     const int pairs = (int)(next < end ? TILE_BLOCKS : end - tile) * heads;
-    (void)first;
     pair += distance;
     if (pair >= pairs) {
         pair -= pairs;
@@ -420,7 +414,7 @@ FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, i
                 const int b = i / heads, h = i % heads;
                 NAME(dot_scores)(q + h * group * dim, group, dim,
                                  job->k_cache + table[tile + b] * BLOCK * token + (int64_t)(head + h) * dim, token,
-                                 NAME(later)(job, table, first, end, tile, 0, i, distance, head, heads),
+                                 NAME(later)(job, table, end, tile, 0, i, distance, head, heads),
                                  scores + h * group * KEYS + b * BLOCK);
             }
             NAME(online_softmax)(job, scores, rows, rows, count, tile * BLOCK, context - 1, m, l, o);
@@ -429,8 +423,8 @@ FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, i
                 const float *values[BLOCK];
                 for (int j = 0; j < BLOCK; j++)
                     values[j] = job->v_cache + (table[tile + b] * BLOCK + j) * token + (int64_t)(head + h) * dim;
-                NAME(weigh_ahead)(o + h * group * dim, dim, scores + h * group * KEYS + b * BLOCK, KEYS, values, known,
-                                  group, dim, NAME(later)(job, table, first, end, tile, 1, i, distance, head, heads),
+                NAME(add_product)(o + h * group * dim, dim, scores + h * group * KEYS + b * BLOCK, KEYS, values, known,
+                                  group, dim, NAME(later)(job, table, end, tile, 1, i, distance, head, heads),
                                   token);
             }
         }
@@ -493,10 +487,10 @@ FN void NAME(chunk)(const struct attention *job, int sequence, int first, int en
         const int skip = start > position ? (int)(start - position) * group : 0; /* rows that see none of these keys */
         const int live = rows - skip;
         NAME(transpose_keys)(keys, found, dim, transposed);
-        NAME(scores)(scores, KEYS, q + skip * dim, dim, by_dim, dim, live, found);
+        NAME(product)(scores, KEYS, q + skip * dim, dim, by_dim, dim, live, found);
         NAME(online_softmax)(job, scores, live, group, count, start, position + skip / group, m + skip, l + skip,
                              o + skip * dim);
-        NAME(weigh)(o + skip * dim, dim, scores, KEYS, values, count, live, dim);
+        NAME(add_product)(o + skip * dim, dim, scores, KEYS, values, count, live, dim, NULL, 0);
     }
     for (int r = 0; r < rows; r++)
         NAME(finish_rows)(l + r, o + r * dim, 1, dim,
