@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from carousel.engine.request import Output
 from carousel.generation import submit_all
 from carousel.lifecycle import EngineLike
+from carousel.middleware import DIRECT_SEND
 from carousel.predictor import CarouselModel, check_json, make_context
 from carousel.protocols import sse
 from carousel.protocols.common import Call, Context, decode_body, json_bytes
@@ -39,6 +40,8 @@ class EventStream(Response):
         async with AsyncExitStack() as stack:
             streams = await submit_all(stack, self.engine, self.call)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            # The wrappers that the framework has put around ``send`` by now only look for that start.
+            send = scope.get(DIRECT_SEND, send)
             async for chunk in self.events(self.call, [aiter(stream) for stream in streams]):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -32,6 +32,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 access_logger = logging.getLogger("carousel.access")
 logger = logging.getLogger("carousel.http")
 
+#: Where the scope holds the layer's own ``send``: what streams tokens need not pass the framework's for each of them.
+DIRECT_SEND = "carousel.send"
 MAX_REQUEST_ID = 128
 MAX_PATH_LOGGED = 512
 #: Status in the log of a request whose client left; nothing was sent.
@@ -119,7 +121,7 @@ class _Exchange:
         self.request_id = clean_request_id(given)
         # Whoever handles the request finds the id that the answer will carry, KServe's own handlers included.
         headers.append((b"x-request-id", self.request_id.encode("latin-1")))
-        self.scope = {**scope, "headers": headers}
+        self.scope = {**scope, "headers": headers, DIRECT_SEND: self.send}
 
     async def run(self) -> None:
         token, span = current_request_id.set(self.request_id), tracing.current_trace.set(self.trace)

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+import orjson
+
 from carousel.engine.request import Output
-from carousel.protocols.jsonio import dumps
+from carousel.protocols.jsonio import json_bytes
 
 MEDIA_TYPE = "text/event-stream"
 # Proxies must neither store nor collect what has to arrive token by token.
@@ -16,15 +18,19 @@ DONE = b"data: [DONE]\n\n"
 _QUEUED_PER_STREAM = 2
 
 # JSON leaves these as they are, but clients that split lines as Python's str.splitlines does would cut an event there.
-_LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
 
 
 def event(payload: Any) -> bytes:
-    """One event: ``data: {...}`` and an empty line."""
-    text = dumps(payload)
-    if not text.isascii():
-        text = text.translate(_LINE_BREAKS)
-    return b"data: " + text.encode("utf-8", "backslashreplace") + b"\n\n"
+    """One event: ``data: {...}`` and an empty line. Made for every token, so by the fastest encoder there is."""
+    try:
+        raw = orjson.dumps(payload)
+    except TypeError:  # what it is too strict for: a lone surrogate, an integer of more than 64 bits
+        raw = json_bytes(payload)
+    if not raw.isascii():
+        for line_break, escape in _LINE_BREAKS.items():
+            raw = raw.replace(line_break, escape)
+    return b"data: " + raw + b"\n\n"
 
 
 async def merge(streams: Sequence[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output], None]:
