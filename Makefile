@@ -10,11 +10,11 @@ ENV := $(VENV)/.carousel-env
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test lint format bench soak readme clean
+.PHONY: help env serve test lint format bench bench-peers soak readme clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(ENV) ## Make .venv with all that serving, tests and checks need (again only when its inputs changed)
 
@@ -47,6 +47,9 @@ bench: env ## Measure throughput and latencies of the engine; ARGS goes to `caro
 
 soak: env ## Load a server of its own with everything for MINUTES (30), judge it, write docs/soak.md; ARGS=--tiny
 	@exec $(BIN)/python -m scripts.soak --minutes $(MINUTES) $(ARGS)
+
+bench-peers: env ## Measure beside other engines, taking turns; ARGS goes to scripts/bench_peers.py
+	@exec $(BIN)/python scripts/bench_peers.py $(ARGS)
 
 readme: env ## Refresh the settings table of README.md from carousel.config
 	@$(BIN)/python scripts/readme.py

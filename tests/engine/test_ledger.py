@@ -104,6 +104,16 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     assert stats(books).oldest_wait_s == 3.0
 
 
+def test_nobody_is_sent_away_for_long_on_a_rate_measured_over_a_moment() -> None:
+    clock = Clock()
+    books = ledger(clock, requests=10, tokens=10_000, seats=1)
+    books.started(books.admit(1, 1, clock.now))
+    books.admit(9_000, 1, clock.now)
+    with pytest.raises(QueueFull, match="try again in 60 s") as refused:
+        books.admit(9_000, 1, clock.now)
+    assert refused.value.retry_after_s == 60.0
+
+
 def test_llmd_769_gauges_return_to_zero_when_clients_vanish() -> None:
     books = ledger(requests=5)
     accounts = [books.admit(10, 1, 100.0) for _ in range(5)]

@@ -176,7 +176,7 @@ def print_comparison(report: Mapping[str, Any], stream: TextIO) -> None:
     modes: Mapping[str, Mapping[str, Any]] = report["compare"]
     names = list(modes)
     table = _table(stream)
-    table.add_column(f"{report['requests']} requests, rate {report['rate']}")
+    table.add_column(f"{report['requests']:g} requests, rate {report['rate']}")
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("gain", justify="right")

@@ -20,6 +20,8 @@ from carousel.engine.timeline import EngineStats, Refusal
 RATE_WINDOW_S = 30.0
 """Over how long the drain rate of the queue is measured."""
 
+MAX_RETRY_AFTER_S = 60.0
+
 DEFAULT_WAIT_S = 5.0
 """What a refused client is told before any drain rate is known."""
 
@@ -109,7 +111,8 @@ class Ledger:
                 problem = f"{self._waiting_tokens} prompt tokens are waiting (limit {self._max_tokens})"
             if problem is not None:
                 self._totals.refusals[Refusal.QUEUE_FULL] += 1
-                wait = self._queue_seconds(self._clock())
+                # A rate measured over a moment says little: no client is sent away for longer than this.
+                wait = min(self._queue_seconds(self._clock()), MAX_RETRY_AFTER_S)
                 raise QueueFull(f"the model is overloaded: {problem}; try again in {math.ceil(wait)} s", wait)
             account = Account(num_sequences, num_tokens, arrival)
             self._totals.admitted += 1
