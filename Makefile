@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(ENV) ## Make .venv with all that serving, tests and checks need (again only when its inputs changed)
 
