@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from protocol_fakes import output, script
@@ -18,6 +19,21 @@ def test_an_event_is_one_line_for_every_line_splitter():
     line = raw.decode().removesuffix("\n\n")
     assert len(line.splitlines()) == 1
     assert "😀" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "raw"),
+    [
+        ("\ud800", b'"\\ud800"'),  # no encoder takes a lone surrogate
+        (2**70, str(2**70).encode()),
+        ('\x00\x7f"\\/', b'"\\u0000\x7f\\"\\\\/"'),
+        (-9999.0, b"-9999.0"),
+        ("é\u2027\u202a\x84\x86", '"é\u2027\u202a\x84\x86"'.encode()),  # neighbours of what is escaped
+    ],
+)
+def test_an_event_takes_whatever_an_answer_can_hold(value, raw):
+    assert sse.event({"t": value}) == b'data: {"t":' + raw + b"}\n\n"
+    assert json.loads(sse.event({"t": value})[6:]) == {"t": value}
 
 
 async def test_one_stream_passes_straight_through():
