@@ -7,13 +7,17 @@ sends headers without end, or that never reads its answer, would keep its connec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import logging
+import socket
 from typing import Any
 
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from carousel.middleware import LAST_WRITE
 
 logger = logging.getLogger("carousel.http")
 
@@ -63,12 +67,15 @@ class GuardedProtocol(HttpToolsProtocol):
         for timer in (self._head_timer, self._body_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        # uvicorn forgets this one after a reset; the timer would hold the connection and its last request meanwhile.
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         if self._replaying:
             return
         super().on_message_begin()
+        self.scope[LAST_WRITE] = self._last_write  # type: ignore[typeddict-unknown-key]
         self._head_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.read_seconds, self._head_is_late)
@@ -117,6 +124,21 @@ class GuardedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self._start_write_timer()
+
+    # ---- the end
+
+    def _last_write(self) -> None:
+        """Close behind what is written next, an answer whose headers did not say so because it began long before.
+
+        The client must learn of it in the same instant as of the answer's end, or it might already send its next request
+        on the connection: so the kernel holds the write back until it can add the end of the stream to the segment.
+        """
+        self.cycle.keep_alive = False
+        cork = getattr(socket, "TCP_CORK", None)  # Linux
+        peer = self.transport.get_extra_info("socket")
+        if cork is not None and peer is not None:
+            with contextlib.suppress(OSError):
+                peer.setsockopt(socket.IPPROTO_TCP, cork, 1)
 
     # ---- size
 

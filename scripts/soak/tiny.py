@@ -36,7 +36,8 @@ def write_tiny_model(folder: Path) -> Path:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # Words of their own: the tokenizer caches each "word" that it has seen, and a whole prompt would be one.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
     backend.add_tokens([f"<{i}>" for i in range(VOCAB - EOS - 1)])

@@ -16,7 +16,7 @@ from carousel.engine.detokenizer import Detokenizer
 from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
 from carousel.engine.policy import make_policy
-from carousel.engine.request import FinishReason, GenerationRequest, Output, Sequence
+from carousel.engine.request import FinishReason, GenerationRequest, Output, Sequence, SequenceStatus
 from carousel.engine.runner import StepResult
 from carousel.engine.sampler import Sampler, SequenceSampler
 from carousel.engine.scheduler import Schedule, Scheduler, SchedulerLimits
@@ -60,11 +60,15 @@ class FakeRunner:
         self.steps.append(step)
         for entry in step.entries:
             assert entry.num_new_tokens > 0
-            assert entry.start == entry.sequence.num_computed_tokens - (1 if entry.idle else 0)
-            for position in range(entry.start, entry.end):
-                self.kv[self._slot(entry.sequence, position)] = (entry.sequence.token_ids[position], position)
+            padding = entry.idle and entry.sequence.status is SequenceStatus.RUNNING
+            assert padding or entry.start == entry.sequence.num_computed_tokens - (1 if entry.idle else 0)
+            assert not padding or entry.start >= entry.sequence.num_tokens
+            for position, token in enumerate(entry.token_ids, entry.start):
+                self.kv[self._slot(entry.sequence, position)] = (token, position)
         sampled, rows = [], []
         for entry in step.entries:
+            if entry.idle:
+                continue  # nobody looks at what it gives
             context = []
             for position in range(entry.end):
                 cell = self.kv[self._slot(entry.sequence, position)]

@@ -81,6 +81,29 @@ def test_a_static_batch_keeps_its_shape_and_continuous_batching_does_not() -> No
     assert computed[True] == computed[False] + 10
 
 
+@pytest.mark.parametrize("max_batch_tokens", [16, 256])
+def test_a_static_batch_pads_its_prompts_to_the_longest(max_batch_tokens: int) -> None:
+    bench = Bench(max_batch_tokens=max_batch_tokens, max_batch_sequences=3, static=True, prefix_caching=False)
+    lengths = {"one": 1, "short": 9, "long": 40}
+    for name, length in lengths.items():
+        bench.submit(request(name, prompt_len=length, max_tokens=5))
+    bench.run()
+    for name, length in lengths.items():
+        assert bench.outputs[name, 0].token_ids == expected(request(name, length, 5))[0]
+    assert sum(step.num_prefill_tokens + step.num_idle_tokens for step in bench.recorder.steps) >= 3 * 40 - 1
+    padded = sum(entry.num_new_tokens for step in bench.runner.steps for entry in step.entries if entry.start >= 40)
+    assert padded <= 3 * 4  # decodes alone stand behind the longest prompt
+
+
+def test_padding_takes_no_memory_that_the_living_need() -> None:
+    bench = Bench(num_blocks=7, max_batch_tokens=256, max_batch_sequences=3, static=True, prefix_caching=False)
+    for name, length in (("a", 1), ("b", 1), ("long", 48)):
+        bench.submit(request(name, prompt_len=length, max_tokens=5))
+    bench.run()
+    assert bench.outputs["long", 0].token_ids == expected(request("long", 48, 5))[0]
+    assert sum(record.num_preemptions for record in bench.recorder.requests) == 0
+
+
 def test_who_leaves_a_static_batch_early_frees_its_row() -> None:
     bench = Bench(max_batch_sequences=2, static=True)
     for name in ("stays", "leaves"):

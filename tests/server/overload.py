@@ -67,12 +67,14 @@ class Server:
 
 
 @contextmanager
-def tiny_process(http_port: int = 0, grpc_port: int = 0, **options: object) -> Iterator[Server]:
+def tiny_process(
+    http_port: int = 0, grpc_port: int = 0, environ: Mapping[str, str] | None = None, **options: object
+) -> Iterator[Server]:
     """``serve_tiny.py`` with options, ready; killed at the end if it still runs."""
     ports = http_port or free_port(), grpc_port or free_port()
     words = [f"{name}={value}" for name, value in options.items()]
     script = str(Path(__file__).with_name("serve_tiny.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
     process = subprocess.Popen([sys.executable, script, *map(str, ports), *words], env=environment)
     server = Server(process, *ports)
     try:

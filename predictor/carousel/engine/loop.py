@@ -86,6 +86,7 @@ class EngineCore:
         self._live: dict[str, LiveRequest] = {}
         self._owner: dict[int, LiveRequest] = {}  # sequence.order -> its request
         self._deadlines: list[tuple[float, int, LiveRequest]] = []
+        self._past_deadlines = 0  # how many of them, at most, belong to requests that have ended
         self._tiebreak = count()
         self._counters = Counters()
 
@@ -135,6 +136,14 @@ class EngineCore:
         while self._deadlines and self._deadlines[0][2].unfinished == 0:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
+
+    def _drop_deadline(self) -> None:
+        """A request ended before its deadline. It must not be kept, prompt and all, until that has passed."""
+        self._past_deadlines += 1
+        if 2 * self._past_deadlines > len(self._deadlines):
+            self._deadlines = [entry for entry in self._deadlines if entry[2].unfinished]
+            heapq.heapify(self._deadlines)
+            self._past_deadlines = 0
 
     def expire(self) -> None:
         """End the requests whose time is up."""
@@ -283,6 +292,8 @@ class EngineCore:
         live.unfinished -= 1
         if live.unfinished == 0:
             del self._live[live.request.request_id]
+            if live.expires_at is not None:
+                self._drop_deadline()
             self._ledger.left(live.account, live.reason or reason)
             self.timeline.record_request(request_record(live, now))
 
@@ -309,7 +320,7 @@ class EngineCore:
             schedule_s=scheduled - step.started,
             run_s=ran - scheduled,
             sample_s=done - ran,
-            num_sequences=len(schedule.entries) - schedule.num_idle_tokens,
+            num_sequences=sum(not entry.idle for entry in schedule.entries),
             num_prefill_tokens=schedule.num_prefill_tokens,
             num_decode_tokens=schedule.num_decode_tokens,
             num_recomputed_tokens=schedule.num_recomputed_tokens,

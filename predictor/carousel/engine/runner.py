@@ -121,7 +121,7 @@ class DecoderRunner:
         token_ids: list[int] = []
         rows: list[int] = []
         for entry in entries:
-            token_ids += entry.sequence.token_ids[entry.start : entry.end]
+            token_ids += entry.token_ids
             rows.append(self._tables.row(entry.sequence))
         query_lens = [entry.num_new_tokens for entry in entries]
         context_lens = [entry.end for entry in entries]

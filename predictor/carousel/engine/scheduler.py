@@ -15,8 +15,8 @@ Rules, in the order in which :meth:`Scheduler.schedule` applies them:
 3. A sequence whose next prompt block is being computed by a running one steps aside until it can share it.
 
 With ``static`` limits the same scheduler is the baseline it is measured against: a group is admitted only when the last
-one has wholly finished, and the batch keeps its shape until then, so rows whose sequences have ended go on computing
-(the "inactive requests" of Orca, and what ``generate`` of a padded batch does).
+one has wholly finished, and the batch is a rectangle until then, as the padded batches of ``generate`` are: its prompts
+are padded to the longest, and rows whose sequences have ended go on computing (Orca's "inactive requests").
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ MIN_CHUNK = 16
 class ScheduledSequence:
     """A sequence in a step: its tokens ``[start, start + num_new_tokens)`` are computed now.
 
-    ``idle``: the sequence has ended, and its row is computed only because a static batch keeps its shape.
+    ``idle``: computed only because a static batch is a rectangle: the row of a sequence that has ended, or the columns
+    behind a prompt that is shorter than the longest one.
     """
 
     sequence: Sequence
@@ -60,6 +61,12 @@ class ScheduledSequence:
     @property
     def end(self) -> int:
         return self.start + self.num_new_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to compute; padding is token 0."""
+        known = self.sequence.token_ids[self.start : self.end]
+        return known if len(known) == self.num_new_tokens else known + [0] * (self.num_new_tokens - len(known))
 
     @property
     def samples(self) -> bool:
@@ -114,6 +121,8 @@ class Scheduler:
         self.cost_model = cost_model or StepCostModel()
         self.running: list[Sequence] = []
         self.idle: list[Sequence] = []  # ended, but still part of a static batch
+        self._width = 0  # the longest prompt of a static batch, to which the others are padded
+        self._padding: dict[int, int] = {}  # sequence.order -> columns of padding that are not computed yet
         self.cache_queries = 0
         self.cache_hits = 0
         self._on_blocks_lost = on_blocks_lost or (lambda sequence: None)
@@ -149,6 +158,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.block_table.clear()
+        self._padding.pop(sequence.order, None)
         self._on_blocks_lost(sequence)
 
     @property
@@ -178,7 +188,7 @@ class Scheduler:
 
     def _schedule_running(self, step: Schedule) -> int:
         """Rule 1. Returns the prompt tokens that are left of the budget."""
-        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
+        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1 and s.order not in self._padding]:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, step):
                 self._enter(step, sequence, 1)
         for sequence in self.idle:
@@ -187,8 +197,8 @@ class Scheduler:
             step.num_attended += sequence.num_computed_tokens
         budget = self._prefill_budget(step)
         for sequence in self.running:
-            if sequence.num_uncomputed_tokens > 1 and budget > 0:
-                budget -= self._enter(step, sequence, min(sequence.num_uncomputed_tokens, budget))
+            if (sequence.num_uncomputed_tokens > 1 or sequence.order in self._padding) and budget > 0:
+                budget = self._prefill(step, sequence, budget)
         return budget
 
     def _grow(self, sequence: Sequence, step: Schedule) -> bool:
@@ -234,6 +244,19 @@ class Scheduler:
             budget -= (step.num_tokens + budget) % ROW_GRAIN
         return budget
 
+    def _prefill(self, step: Schedule, sequence: Sequence, budget: int) -> int:
+        """Compute some of the sequence's prompt, its padding first; returns what is left of the budget."""
+        padding = self._padding.pop(sequence.order, 0)
+        if padding:
+            count = min(padding, budget)
+            step.entries.append(ScheduledSequence(sequence, self._width - padding, count, idle=True))
+            step.num_idle_tokens += count
+            step.num_attended += attended(count, self._width - padding)
+            budget -= count
+            if count < padding:
+                self._padding[sequence.order] = padding - count
+        return budget - self._enter(step, sequence, min(sequence.num_uncomputed_tokens, budget)) if budget else 0
+
     def _enter(self, step: Schedule, sequence: Sequence, count: int) -> int:
         start = sequence.num_computed_tokens
         step.entries.append(ScheduledSequence(sequence, start, count))
@@ -254,7 +277,7 @@ class Scheduler:
             return
         aside: list[Sequence] = []
         coming = self._coming_hashes() if len(self.policy) else set()
-        # A static group is closed with its first step: whoever fits joins now, even without tokens left for it.
+        # A static group is closed with its first step: whoever fits joins now, and only then is its width known.
         while (budget > 0 or static) and len(aside) < MAX_ASIDE and (sequence := self.policy.pop()) is not None:
             if coming and not static and self._prefix_is_coming(sequence, coming):
                 aside.append(sequence)
@@ -262,11 +285,29 @@ class Scheduler:
             if not self._admit(sequence, step):
                 aside.append(sequence)
                 break
-            coming.update(sequence.block_hashes[sequence.num_computed_tokens // BLOCK_SIZE :])
-            if budget > 0:
-                budget -= self._enter(step, sequence, min(sequence.num_uncomputed_tokens, budget))
+            if not static:
+                coming.update(sequence.block_hashes[sequence.num_computed_tokens // BLOCK_SIZE :])
+                budget = self._prefill(step, sequence, budget)
         for sequence in aside:
             self.policy.push(sequence)
+        if static:
+            self._start_group(step, budget)
+
+    def _start_group(self, step: Schedule, budget: int) -> None:
+        """Pad the prompts of a new static group to its longest and begin them.
+
+        The padding stands behind the prompt, where the decodes will overwrite it; nothing ever attends to it. A row for
+        whose padding there is no memory goes without.
+        """
+        self._width = max((sequence.num_tokens for sequence in self.running), default=0)
+        for sequence in self.running:
+            missing = blocks_for(self._width) - len(sequence.block_table)
+            if self._width > sequence.num_tokens and missing + len(self.running) <= self.pool.num_available:
+                sequence.block_table += self.pool.allocate(missing) or []
+                self._padding[sequence.order] = self._width - sequence.num_tokens
+        for sequence in self.running:
+            if budget > 0:
+                budget = self._prefill(step, sequence, budget)
 
     def _coming_hashes(self) -> set[bytes]:
         """Names of the prompt blocks that running sequences have yet to compute."""
@@ -371,7 +412,7 @@ class Scheduler:
         """The step has run: its tokens are computed, and blocks that became full can be found by others."""
         for entry in step.entries:
             sequence = entry.sequence
-            if sequence.status is not SequenceStatus.RUNNING:
+            if entry.idle or sequence.status is not SequenceStatus.RUNNING:
                 continue
             sequence.num_computed_tokens = entry.end
             # What is computed again after a preemption is the engine's fault and not charged.

@@ -1,0 +1,64 @@
+"""The fault that tests in a cluster ask for: off by default, and then what the liveness probe sees."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import httpx
+import pytest
+from tests.server.conftest import wait_until
+from tests.server.overload import tiny_process
+
+from carousel import faults
+from carousel.engine.timeline import Timeline
+
+STREAM = "/v2/models/tiny/generate_stream"
+BODY = {"text_input": "a", "parameters": {"max_tokens": 400, "temperature": 0, "ignore_eos": True}}
+
+
+def test_off_unless_asked_for():
+    timeline, before = Timeline(), signal.getsignal(signal.SIGUSR1)
+    assert faults.install(timeline, {}) is None
+    assert faults.install(timeline, {"CAROUSEL_FAULTS": "off"}) is None
+    assert timeline.observers == []
+    assert signal.getsignal(signal.SIGUSR1) is before
+    with pytest.raises(faults.BadSwitch, match="CAROUSEL_FAULTS: got 'yes', allowed: on, off"):
+        faults.install(timeline, {"CAROUSEL_FAULTS": "yes"})
+
+
+def test_the_signal_makes_the_next_step_hang():
+    timeline, before = Timeline(), signal.getsignal(signal.SIGUSR1)
+    try:
+        hanging = faults.install(timeline, {"CAROUSEL_FAULTS": "on"})
+        assert hanging is not None
+        timeline.record_step(None, [])  # returns
+        signal.raise_signal(signal.SIGUSR1)
+        engine = threading.Thread(target=timeline.record_step, args=(None, []), daemon=True)
+        engine.start()
+        engine.join(0.2)
+        assert engine.is_alive()
+        hanging.release.set()
+        engine.join(5)
+        assert not engine.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_hanging_engine_is_not_live_and_says_so():
+    """kserve#6259: health stays 200 after the engine died. What still asks gets an answer that says to try elsewhere."""
+    with tiny_process(environ={"CAROUSEL_FAULTS": "on"}, stall_seconds=1) as server:
+        assert httpx.get(server.url + "/livez").status_code == 200
+        server.process.send_signal(signal.SIGUSR1)
+        with httpx.stream("POST", server.url + STREAM, json=BODY, timeout=30) as stream:
+            wait_until(lambda: httpx.get(server.url + "/livez").status_code == 503, 20)
+            said = httpx.get(server.url + "/livez").json()
+            assert (said["status"], said["reason"]) == ("dead", "the engine thread does not turn")
+            assert httpx.get(server.url + "/readyz").status_code == 503
+            refused = httpx.post(server.url + STREAM, json=BODY, timeout=30)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "carousel_" in httpx.get(server.url + "/metrics").text
+            server.process.kill()
+            with pytest.raises(httpx.TransportError):
+                stream.read()
