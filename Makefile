@@ -10,11 +10,11 @@ ENV := $(VENV)/.carousel-env
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test lint format bench bench-peers soak readme clean
+.PHONY: help env serve test lint format aot bench loadtest bench-peers soak readme chart e2e clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(ENV) ## Make .venv with all that serving, tests and checks need (again only when its inputs changed)
 
@@ -31,19 +31,29 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
+e2e: env ## Run the end-to-end tests, on the cluster of KUBECONFIG or on the kit beside the project; ARGS=--smoke
+	@exec $(BIN)/python scripts/e2e.py $(ARGS)
+
 lint: env ## Check style, types and the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "make format mends this"; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/readme.py --check
-	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "no hadolint for this system: Dockerfile not linted"; fi
+	@$(BIN)/python scripts/helm_chart.py --check
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile loadtest/Dockerfile; else echo "no hadolint for this system: Dockerfile not linted"; fi
 
 format: env ## Format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
+aot: env ## Compile the Triton kernels for sm_80, sm_90, sm_100 and gfx942, without a GPU, and check what they take
+	@env -u TRITON_INTERPRET $(BIN)/python -m carousel_kernels.triton.aot $(ARGS)
+
 bench: env ## Measure throughput and latencies of the engine; ARGS goes to `carousel bench`
 	@exec $(BIN)/carousel bench $(ARGS)
+
+loadtest: env ## Load a server with locust; ARGS="--host http://127.0.0.1:8080 --headless ..."; see loadtest/README.md
+	@exec $(BIN)/python -m loadtest $(ARGS)
 
 soak: env ## Load a server of its own with everything for MINUTES (30), judge it, write docs/soak.md; ARGS=--tiny
 	@exec $(BIN)/python -m scripts.soak --minutes $(MINUTES) $(ARGS)
@@ -54,6 +64,9 @@ bench-peers: env ## Measure beside other engines, taking turns; ARGS goes to scr
 readme: env ## Refresh the settings table of README.md from carousel.config
 	@$(BIN)/python scripts/readme.py
 
+chart: env ## Refresh schema, README and dashboard of helm/carousel from its values.yaml and the code
+	@$(BIN)/python scripts/helm_chart.py
+
 clean: ## Remove what builds and tests leave, and .venv
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
-	@find kernels predictor scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .aot-cache .coverage .coverage.* htmlcov
+	@find kernels loadtest predictor scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,8 +31,8 @@ setup(
     ext_modules=[
         Extension(
             "carousel_kernels.cpu._native",
-            sources=[f"{NATIVE}/carousel_native.c"],
-            depends=[f"{NATIVE}/kernels.h"],
+            sources=[f"{NATIVE}/carousel_native.c", f"{NATIVE}/quant.c"],
+            depends=[f"{NATIVE}/{name}.h" for name in ("kernels", "parallel", "quant_kernels")],
             # No -march: the widest vectors are chosen where the library is loaded. -ffp-contract: fused multiply-add.
             extra_compile_args=[
                 "-std=gnu11",

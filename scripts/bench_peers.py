@@ -124,6 +124,18 @@ PEERS: dict[str, Callable[[Requests, int], float]] = {
 }
 
 
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """What a contestant prints.
+
+    Raises:
+        SystemExit: it failed; its own words are in the message.
+    """
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nleft with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
 def run_carousel(workload: Path | None) -> float:
     """Output tokens per second of `carousel bench`, in-process."""
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +143,7 @@ def run_carousel(workload: Path | None) -> float:
         command = [sys.executable, "-m", "carousel.cli", "bench", "--json", str(report)]
         if workload is not None:
             command += ["--workload", str(workload)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run(command)
         return float(json.loads(report.read_text("utf-8"))["output_tokens_per_second"])
 
 
@@ -141,8 +153,7 @@ def run_peer(name: str, options: argparse.Namespace) -> float:
     if options.workload is not None:
         command += ["--workload", str(options.workload)]
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-    return float(done.stdout.split()[-1])
+    return float(run(command, environment).split()[-1])
 
 
 def main() -> int:

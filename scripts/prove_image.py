@@ -7,6 +7,7 @@ needs can be imported, nothing that only tests need is in it, and no cache or so
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -28,6 +29,7 @@ IMPORTED = (
     "carousel.engine.engine",
     "torch",
     "kserve",
+    "transformers.models.auto.tokenization_auto",
 )
 
 
@@ -93,18 +95,23 @@ def _joined(text: str) -> list[tuple[int, str]]:
     return result
 
 
+def chain_of(stages: list[Stage], target: str) -> list[Stage]:
+    """A stage and those it is built on, from the bottom."""
+    by_name = {stage.name: stage for stage in stages}
+    chain: list[Stage] = []
+    while target in by_name:
+        chain.insert(0, by_name[target])
+        target = by_name[target].base
+    return chain
+
+
 def install_steps(stages: list[Stage], target: str) -> list[Instruction]:
     """The COPY, ARG and RUN instructions that make the environment of a target, in order."""
-    by_name = {stage.name: stage for stage in stages}
-    copied = [arguments for arguments in by_name[target].all_of("COPY") if "--from=" in arguments]
+    copied = [arguments for stage in chain_of(stages, target) for arguments in stage.all_of("COPY")]
     match = re.search(rf"--from=(\S+)\s+{IMAGE_VENV}\s+{IMAGE_VENV}$", copied[0]) if len(copied) == 1 else None
     if match is None:
         raise ValueError(f"the target {target} does not take {IMAGE_VENV} from one builder")
-    chain: list[Stage] = []
-    name = match[1]
-    while name in by_name:
-        chain.insert(0, by_name[name])
-        name = by_name[name].base
+    chain = chain_of(stages, match[1])
     return [item for stage in chain for item in stage.instructions if item.name in {"COPY", "ARG", "RUN"}]
 
 
@@ -132,7 +139,7 @@ def perform(steps: list[Instruction], context: Path, folder: Path, venv: Path) -
             if words[0] == "apt-get":
                 print(f"Dockerfile:{item.line}: left out, as it changes the system: {shlex.join(words)}", flush=True)
                 continue
-            words = [str(venv) if word == IMAGE_VENV else word for word in words]
+            words = [re.sub(rf"^{IMAGE_VENV}\b", str(venv), word) for word in words]
             print(f"Dockerfile:{item.line}: {shlex.join(words)}", flush=True)
             subprocess.run(words, cwd=folder, check=True)
 
@@ -171,6 +178,9 @@ def check(venv: Path, elsewhere: Path) -> None:
     code = "from carousel_kernels.cpu import native; print(native.available())"
     compiled = run("python", "-c", code).strip()
     assert compiled == "True" or not shutil.which("cc"), "there is a C compiler, but the compiled operators do not load"
+    bill = json.loads((venv / "share" / "sbom" / "sbom.cdx.json").read_text("utf-8"))
+    assert {"torch", "kserve"} <= {item["name"] for item in bill["components"]}, "the bill of materials lacks packages"
+    assert not list(venv.glob("lib/python3.*/site-packages/torch/include")), "scripts/slim_env.py left torch's headers"
     typed = [
         path.parent.name for path in venv.rglob("py.typed") if path.parent.name in {"carousel", "carousel_kernels"}
     ]

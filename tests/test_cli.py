@@ -175,11 +175,14 @@ class TestStandalone:
         monkeypatch.setattr("carousel.models.source.resolve", lambda uri, **how: Path(uri))
         monkeypatch.setattr("carousel.models.loader.load_model", load_model)
         monkeypatch.setattr("carousel.engine.engine.Engine", Engine)
-        settings = Settings(model="/x", device="cpu", dtype="bfloat16", max_model_len=77)
+        settings = Settings(
+            model="/x", device="cpu", dtype="bfloat16", max_model_len=77, quantization="none", cache_dir="/c"
+        )
         start = standalone.engines(settings)
         for batching in ("static", "continuous"):
             start(replace(settings, batching=batching))
-        assert loads == [(Path("/x"), {"device": "cpu", "dtype": "bfloat16", "max_model_len": 77})]
+        how = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 77, "quantization": "none", "cache_dir": "/c"}
+        assert loads == [(Path("/x"), how)]
         assert [(model, each.batching) for model, each in started] == [
             ("the model", "static"),
             ("the model", "continuous"),
@@ -195,6 +198,14 @@ class TestStandalone:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         with pytest.raises(EngineUnavailable, match="--device cuda"):
             standalone.pick_device("cuda")
+
+    def test_one_of_several_gpus_is_chosen_by_its_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"slice {index}")
+        assert standalone.pick_device("cuda:1") == "cuda:1"
+        with pytest.raises(EngineUnavailable, match=r"--device cuda:2: torch finds only cuda:0 \(slice 0\), cuda:1"):
+            standalone.pick_device("cuda:2")
 
 
 class TestAnswer:
@@ -413,3 +424,18 @@ class TestChat:
         assert "it is full" in capsys.readouterr().err
         with pytest.raises(GenerationFailed, match="on fire"):
             talk("x", factory=Factory(lambda engine: setattr(engine, "fail", "on fire")))
+
+
+@pytest.mark.parametrize(("given", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_sleep_unless_told_otherwise(given: str | None, policy: str) -> None:
+    code = "import sys; from carousel import cli; cli.COMMANDS['version'] = lambda *_: 0; cli.main(['version'])"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": given} if given else {})
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules; import torch"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search(rf"OMP_WAIT_POLICY\s*=\s*'{policy}'", done.stderr), done.stderr

@@ -23,9 +23,12 @@ class BatchLayout:
         query_start: int32 [S + 1], cumulative.
         context_lens: int32 [S], tokens in the KV cache once this step's are written.
         block_tables: int32 [S, max_blocks], block ids; entries past a sequence's end are 0 and never read.
-        slots: int64 [T], ``block * BLOCK_SIZE + offset`` where each new token's K and V go.
+        slots: int64 [T], ``block * BLOCK_SIZE + offset`` where each new token's K and V go. The triton backend takes a
+            negative slot, and a decode of context length 0, as padding, which CUDA graphs need.
         query_lens_host, context_lens_host: the same lengths as Python ints, so that no backend must synchronise.
         num_decodes: how many leading sequences have exactly one new token.
+        deterministic: a token's attention must not depend, not in one bit, on what else is in the batch. Only the
+            triton backend, which otherwise splits a sequence as the batch asks for, takes notice.
         plan: what a backend derived from this layout, kept so that it is derived once per step and not once per layer.
     """
 
@@ -36,6 +39,7 @@ class BatchLayout:
     query_lens_host: list[int]
     context_lens_host: list[int]
     num_decodes: int
+    deterministic: bool = False
     plan: Any = field(default=None, compare=False, repr=False)
 
     @property

@@ -1,4 +1,4 @@
-"""``carousel serve | pull | generate | bench | version``. Each command imports only what it needs, when it is run."""
+"""``carousel COMMAND``, see ``USAGE``. Each command imports only what it needs, when it is run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 USAGE = """usage: carousel COMMAND [FLAG ...]
 
 commands:
-  serve      serve a model over KServe V1 and V2, gRPC and OpenAI's API
-  generate   chat with a model in the terminal, or answer one prompt
-  bench      measure throughput and latencies, in this process or of a server
-  pull       fetch a model into the cache and print where it is
-  version    print the version
+  serve          serve a model over KServe V1 and V2, gRPC and OpenAI's API
+  generate       chat with a model in the terminal, or answer one prompt
+  bench          measure throughput and latencies, in this process or of a server
+  pull           fetch a model into the cache and print where it is
+  scaler         tell KEDA how many replicas the queues take, and wake them from zero
+  autoscale-sim  replay arrivals against a modelled autoscaler and compare signals
+  version        print the version
 
 `carousel COMMAND --help` lists the flags of a command. Every setting is a flag, a variable CAROUSEL_* and a line of
 that help, with its unit, default and bounds; a flag beats the variable, which beats the default."""
@@ -105,6 +107,29 @@ def bench(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return command.main(argv, environ, engines)
 
 
+def scaler(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serve KEDA."""
+    if _wants_help(argv):
+        from carousel.cluster.scaler_options import scaler_help
+
+        print(scaler_help())
+        return 0
+    from carousel.cluster.scaler import main as run_scaler
+
+    return run_scaler(argv, environ)
+
+
+def autoscale_sim(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Compare scaling signals."""
+    from carousel.cluster.simulate_command import main as compare
+    from carousel.cluster.simulate_command import simulate_help
+
+    if _wants_help(argv):
+        print(simulate_help())
+        return 0
+    return compare(argv, environ)
+
+
 def version_text() -> str:
     """The version of this distribution, or ``unknown`` when it runs from a source tree that is not installed."""
     from importlib import metadata
@@ -126,6 +151,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
     "generate": generate,
     "bench": bench,
     "pull": pull,
+    "scaler": scaler,
+    "autoscale-sim": autoscale_sim,
     "version": version,
 }
 
@@ -162,8 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
         print(f"carousel: no command {name!r}; {hint}", file=sys.stderr)
         return _MISUSED
+    from carousel.cpus import let_idle_threads_sleep
     from carousel.options import SettingsError
 
+    let_idle_threads_sleep()
     try:
         return COMMANDS[name](words[1:], os.environ)
     except SettingsError as error:

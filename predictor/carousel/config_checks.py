@@ -77,6 +77,8 @@ def cross_checks(settings: Settings) -> Iterable[Problem]:
             ("device", "dtype"),
             "--dtype float16 does not run on --device cpu: choose float32 or bfloat16, or auto",
         )
+    if s.device.startswith("cuda") and s.quantization == "int8":
+        yield Problem(("device", "quantization"), "--quantization int8 runs on --device cpu only: choose none, or auto")
     if "://" not in s.model and not Path(s.model).expanduser().exists():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", s.model)
         hint = f"; a model of the Hugging Face Hub is written hf://{s.model}" if hub else ""

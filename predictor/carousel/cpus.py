@@ -62,3 +62,14 @@ def available_cpus() -> int:
     if quota is not None:
         count = min(count, max(1, -int(-quota // 1)))
     return count
+
+
+def let_idle_threads_sleep() -> None:
+    """Make OpenMP's threads sleep while they wait for each other, unless the environment says otherwise.
+
+    By default they spin. Where another process holds a core of this one's, a spinning thread uses up the core that the
+    awaited one needs, and each of a step's hundreds of parallel regions may take a scheduler's slice: with two threads
+    and a busy neighbour steps took twice as long and more. On an idle machine neither one stream nor a full batch is
+    slower for it. Must be called before OpenMP is loaded, that is before torch.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -103,7 +103,8 @@ class Servicer(InferenceServicer):
         lifecycle = self._model.lifecycle
         if request.ready and not lifecycle.ready:
             return IndexResponse()
-        state = {State.READY: "READY", State.LOADING: "LOADING", State.DRAINING: "UNLOADING"}
+        state = {State.READY: "READY", State.LOADING: "LOADING"}
+        state |= dict.fromkeys((State.LEAVING, State.DRAINING), "UNLOADING")
         entry = {
             "name": self._model.name,
             "version": MODEL_VERSION,
@@ -257,6 +258,7 @@ def make_server(
     *,
     keys: ApiKeys | None = None,
     credentials: grpc.ServerCredentials | None = None,
+    max_age_s: float = 0.0,
 ) -> tuple[aio.Server, int]:
     """A gRPC server, bound and not yet started.
 
@@ -267,6 +269,9 @@ def make_server(
         max_message_bytes: a longer request is refused.
         keys: the API keys in force; None lets everybody in.
         credentials: TLS; None serves in the clear.
+        max_age_s: after this time a client is asked to open another connection; calls that run go on. So that clients
+            leave a server that is about to end, without a call that fails: what a closing server says is too late for
+            calls on their way. 0: never.
 
     Returns:
         the server and the port it is bound to (``port`` itself, or what the system chose for 0).
@@ -274,12 +279,14 @@ def make_server(
     Raises:
         OSError: when the port cannot be had.
     """
+    age = [("grpc.max_connection_age_ms", int(max_age_s * 1000))] if max_age_s else []
     server = aio.server(
         interceptors=(ErrorsAndLog(),) if keys is None else (ErrorsAndLog(), KeyCheck(keys)),
         options=[
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
+            *age,
         ],
     )
     server.add_generic_rpc_handlers((servicer.triton_handlers(),))

@@ -56,11 +56,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._silent_bytes = 0  # since the parser last made something of what came
         self._refused: _Refused | None = None
         self._replaying = False
+        self._idle_since: float | None = None  # None while a request is read or answered
 
     # ---- time
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
         self._head_timer = self.loop.call_later(self.read_seconds, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -75,7 +77,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._replaying:
             return
         super().on_message_begin()
-        self.scope[LAST_WRITE] = self._last_write  # type: ignore[typeddict-unknown-key]
+        self._idle_since = None
+        self.scope[LAST_WRITE] = self._last_write  # type: ignore[literal-required]
         self._head_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.read_seconds, self._head_is_late)
@@ -127,11 +130,28 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # ---- the end
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answered:
+            self._idle_since = self.loop.time()
+
+    def close_if_idle(self, seconds: float) -> None:
+        """Close, if for so long nothing has been read or answered."""
+        if self._idle_since is not None and self.loop.time() - self._idle_since >= seconds:
+            self.transport.close()
+
+    @property
+    def told(self) -> bool:
+        """Whether the client knows that the connection ends: it is closing, or the answer that runs says so."""
+        if self.transport.is_closing():
+            return True
+        return self._idle_since is None and self.cycle is not None and not self.cycle.keep_alive
+
     def _last_write(self) -> None:
         """Close behind what is written next, an answer whose headers did not say so because it began long before.
 
-        The client must learn of it in the same instant as of the answer's end, or it might already send its next request
-        on the connection: so the kernel holds the write back until it can add the end of the stream to the segment.
+        The client must learn of it in the same instant as of the answer's end, or it might already send the connection
+        its next request: so the kernel holds the write back until it can add the end of the stream to the segment.
         """
         self.cycle.keep_alive = False
         cork = getattr(socket, "TCP_CORK", None)  # Linux

@@ -1,4 +1,4 @@
-"""The life of the engine inside the server: loading, ready, draining, stopped or failed.
+"""The life of the engine inside the server: loading, ready, leaving, draining, stopped or failed.
 
 The HTTP port opens while the model still loads, in a thread of its own, beside the import of everything that serving
 needs. Whoever wants the engine asks :meth:`Lifecycle.require`, which refuses with the reason when there is none.
@@ -80,6 +80,7 @@ EngineFactory = Callable[["Settings"], EngineLike]
 class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
+    LEAVING = "leaving"
     DRAINING = "draining"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -141,7 +142,8 @@ class Lifecycle:
 
     @property
     def state(self) -> State:
-        if self._state in (State.READY, State.DRAINING) and self._engine is not None and self.failure is not None:
+        turning = self._state in (State.READY, State.LEAVING, State.DRAINING) and self._engine is not None
+        if turning and self.failure is not None:
             return State.FAILED
         return self._state
 
@@ -167,7 +169,20 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
+        """Whether the server is on its way out, be it that it still takes requests."""
+        return self._state in (State.LEAVING, State.DRAINING, State.STOPPED)
+
+    @property
+    def refusing(self) -> bool:
+        """Whether new requests are refused because the server is on its way out."""
         return self._state in (State.DRAINING, State.STOPPED)
+
+    def leave(self) -> bool:
+        """No longer be ready, and take requests all the same; False if there is no engine that could."""
+        if self.state is not State.READY:
+            return False
+        self._state = State.LEAVING
+        return True
 
     def require(self) -> EngineLike:
         """The engine, to submit work to.
@@ -176,7 +191,7 @@ class Lifecycle:
             EngineUnavailable: while it loads or drains, and after it failed.
         """
         state = self.state
-        if state is State.READY and self._engine is not None:
+        if state in (State.READY, State.LEAVING) and self._engine is not None:
             return self._engine
         if state is State.LOADING:
             raise EngineUnavailable("the model is still loading", RETRY_LOADING_S)
@@ -196,9 +211,13 @@ class Lifecycle:
     async def drain(self, timeout_s: float, hurry: asyncio.Event) -> bool:
         """Refuse new work, let the rest finish for ``timeout_s`` s or until ``hurry`` is set, then end what is left.
 
+        An engine that is dead or stuck finishes nothing, and is not waited for.
+
         Returns:
             whether everything that had been admitted finished by itself.
         """
+        if self.failure is not None:
+            timeout_s = 0.0
         self._state = State.DRAINING
         if self._engine is None:
             self._state = State.STOPPED

@@ -32,6 +32,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 access_logger = logging.getLogger("carousel.access")
 logger = logging.getLogger("carousel.http")
 
+#: Where the scope holds the connection's function that makes the next write its last, if it has one.
+LAST_WRITE = "carousel.last_write"
 #: Where the scope holds the layer's own ``send``: what streams tokens need not pass the framework's for each of them.
 DIRECT_SEND = "carousel.send"
 MAX_REQUEST_ID = 128
@@ -61,7 +63,8 @@ class RequestLayer:
         app: what serves the requests.
         max_body_bytes: a longer body is answered with 413 and read no further.
         read_seconds: a body that takes longer to arrive is answered with 408.
-        draining: while true, connections are closed after their response, so that clients turn to another pod.
+        draining: while true, responses that begin are their connection's last, so that clients turn to another pod.
+        closing: while true, so are responses that began before and did not say so.
         keys: the API keys in force; None lets everybody in.
     """
 
@@ -72,12 +75,14 @@ class RequestLayer:
         max_body_bytes: int,
         read_seconds: float = 60.0,
         draining: Callable[[], bool] = lambda: False,
+        closing: Callable[[], bool] = lambda: False,
         keys: ApiKeys | None = None,
     ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.read_seconds = read_seconds
         self.draining = draining
+        self.closing = closing
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,19 +204,26 @@ class _Exchange:
             self.gone.set()
             self.task.cancel()
 
+    @property
+    def _may_end(self) -> bool:
+        """Whether the connection may end with this response. Probes and scrapes go on until the server does."""
+        return bool(self.scope["method"] != "GET")
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode("latin-1"))]
             if self.trace is not None:
                 headers.append((b"traceparent", self.trace.traceparent.encode()))
-            if self.status in (408, 413) or (self.layer.draining() and self.scope["method"] != "GET"):
+            if self.status in (408, 413) or (self.layer.draining() and self._may_end):
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         elif message["type"] == "http.response.body":
             self.sent_bytes += len(message.get("body", b""))
             # Set before sending: uvicorn reports a disconnect as soon as the response is complete, too.
             self.answered = not message.get("more_body", False)
+            if self.answered and self.layer.closing() and self._may_end and LAST_WRITE in self.scope:
+                self.scope[LAST_WRITE]()
         await self._send(message)
 
     def _log(self, notes: Notes) -> None:

@@ -229,7 +229,7 @@ HEALTH: dict[str, Schema] = {
     "State": obj(
         {
             "status": {"enum": ["alive", "dead", "ready", "not ready", "started", "not started"]},
-            "state": {"enum": ["loading", "ready", "draining", "stopped", "failed"]},
+            "state": {"enum": ["loading", "ready", "leaving", "draining", "stopped", "failed"]},
             "reason": nullable(text()),
         },
         ("status", "state"),
@@ -238,7 +238,11 @@ HEALTH: dict[str, Schema] = {
         {
             "server_load": {**_COUNT, "description": "Requests in the server, running or waiting."},
             **dict.fromkeys(
-                ("requests_running", "requests_waiting", "sequences_running", "sequence_slots", "tokens_waiting"),
+                ("requests_running", "requests_waiting", "requests_admitted", "sequences_running", "sequence_slots"),
+                _COUNT,
+            ),
+            **dict.fromkeys(
+                ("tokens_running", "tokens_waiting"),
                 _COUNT,
             ),
             **dict.fromkeys(("oldest_wait_seconds", "queue_seconds", "kv_cache_usage"), _NUMBER),

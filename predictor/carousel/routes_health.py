@@ -24,7 +24,7 @@ class HealthRoutes(Handlers):
         state = self.lifecycle.state
         if self.lifecycle.ready:
             return json_response({"status": "ready", "state": state.value})
-        seconds = RETRY_DRAINING_S if state is State.DRAINING else RETRY_LOADING_S
+        seconds = RETRY_DRAINING_S if self.lifecycle.draining else RETRY_LOADING_S
         return json_response({"status": "not ready", "state": state.value}, 503, {"Retry-After": retry_after(seconds)})
 
     async def startupz(self) -> Response:
@@ -51,7 +51,9 @@ class HealthRoutes(Handlers):
                 "requests_waiting": stats.num_requests_waiting,
                 "sequences_running": stats.num_sequences_running,
                 "sequence_slots": stats.num_slots,
+                "tokens_running": stats.num_tokens_running,
                 "tokens_waiting": stats.num_tokens_waiting,
+                "requests_admitted": stats.admitted,
                 "oldest_wait_seconds": round(stats.oldest_wait_s, 3),
                 "queue_seconds": round(stats.queue_seconds, 3),
                 "kv_cache_usage": round(stats.kv_cache_usage, 4),

@@ -158,7 +158,7 @@ class KServeRoutes(Handlers):
         return json_response([self._index_entry(ready)])
 
     def _index_entry(self, ready: bool) -> dict[str, Any]:
-        states = {State.LOADING: "LOADING", State.DRAINING: "UNLOADING"}
+        states = {State.LOADING: "LOADING", State.LEAVING: "UNLOADING", State.DRAINING: "UNLOADING"}
         state = "READY" if ready else states.get(self.lifecycle.state, "UNAVAILABLE")
         reason = "" if ready else self.lifecycle.failure or self.lifecycle.state.value
         return {"name": self.model.name, "version": MODEL_VERSION, "state": state, "reason": reason}

@@ -40,16 +40,9 @@ def load_engine(settings: Settings) -> EngineLike:
     Raises:
         Exception: with a message that says what could not be done.
     """
-    from carousel.engine.engine import Engine
-    from carousel.models.loader import load_model
-    from carousel.models.source import resolve
-    from carousel.standalone import pick_device
+    from carousel.standalone import fetch, load, start_engine
 
-    path = resolve(settings.model, cache_dir=settings.cache_dir or None, checksum=settings.model_checksum or None)
-    device, longest = pick_device(settings.device), settings.max_model_len or None
-    engine = Engine(load_model(path, device=device, dtype=settings.dtype, max_model_len=longest), settings)
-    engine.start()
-    return engine
+    return start_engine(load(fetch(settings), settings), settings)
 
 
 def serve(

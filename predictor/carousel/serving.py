@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -28,11 +29,11 @@ from kserve.protocol.rest.v1_endpoints import register_v1_endpoints
 from kserve.protocol.rest.v2_endpoints import register_v2_endpoints
 from kserve.utils.inference_client_factory import InferenceClientFactory
 
-from carousel import http_errors, routes
+from carousel import faults, http_errors, routes
 from carousel.config import Settings
 from carousel.dataplane import CarouselDataPlane
 from carousel.grpc_glue import Servicer, make_server
-from carousel.http_protocol import guarded
+from carousel.http_protocol import GuardedProtocol, guarded
 from carousel.lifecycle import Lifecycle
 from carousel.middleware import RequestLayer
 from carousel.predictor import CarouselModel
@@ -45,6 +46,12 @@ logger = logging.getLogger("carousel.server")
 # KServe answers V1 with a response class that FastAPI has deprecated; nobody who reads our log can change that.
 warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
 
+#: Share of the drain's time that connections may take of which the clients do not know yet that they end.
+UNTOLD_SHARE = 0.5
+#: How long a client has, at the end of the delay, to send a further request over a connection, in seconds.
+IDLE_SECONDS = 1.0
+#: Share of the delay after which a gRPC connection is told to make place for a new one.
+GRPC_AGE_SHARE = 0.75
 #: How long answers that are complete may take to reach slow clients once the engine has stopped, in seconds.
 FLUSH_SECONDS = 5
 
@@ -145,6 +152,7 @@ class CarouselServer(ModelServer):
             max_body_bytes=self.settings.max_request_bytes,
             read_seconds=self.settings.read_timeout_seconds,
             draining=lambda: self.lifecycle.draining,
+            closing=lambda: self.lifecycle.refusing,
             keys=self.security.keys,
         )
         return uvicorn.Config(
@@ -172,7 +180,7 @@ class CarouselServer(ModelServer):
     def _note_stop(self) -> None:
         self._signals += 1
         if self._signals == 1:
-            logger.info("stopping: new requests are refused, running ones have %g s", self.settings.drain_seconds)
+            logger.info("stopping, as asked: requests that run have %g s", self.settings.drain_seconds)
             self._stopping.set()
         else:
             logger.warning("stopping at once, as asked again")
@@ -196,17 +204,21 @@ class CarouselServer(ModelServer):
         kind = "HTTP" if self.security.tls is None else "HTTPS"
         logger.info("listening on %s: %s on port %d%s", self.settings.host, kind, self.http_port, grpc_text)
         following = asyncio.create_task(self.security.follow())
+        costing = asyncio.create_task(self._keep_deletion_cost())
         loading = asyncio.create_task(self._load(model))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        seconds = self.settings.drain_seconds
+        if not serving.done():
+            seconds -= await self._leave(http)
         if not serving.done():
             # The flag that refuses new work must be up before this loop turns again, and drain() sets it first.
-            finished = await self.lifecycle.drain(self.settings.drain_seconds, self._hurry)
+            finished = await self.lifecycle.drain(seconds, self._hurry)
             logger.log(
                 logging.INFO if finished else logging.WARNING,
                 "drained" if finished else "not all requests finished in time; the rest ended with an error",
             )
-        for task in (loading, stopping, following):
+        for task in (loading, stopping, following, costing):
             task.cancel()
         http.should_exit = True
         http.force_exit = self._hurry.is_set()
@@ -217,6 +229,43 @@ class CarouselServer(ModelServer):
             ending.append(asyncio.create_task(grpc_server.stop(grace)))
         await asyncio.gather(*ending, return_exceptions=True)
         await InferenceClientFactory().close()
+
+    async def _leave(self, http: _Uvicorn) -> float:
+        """Stay open for the delay and until every client knows, in seconds of the drain's time that this took.
+
+        A stream that began before the signal could not say that it is its connection's last answer: the client's next
+        request comes the moment that it ends, and is taken, too. What is idle meanwhile is closed.
+        """
+        delay = self.settings.shutdown_delay_seconds
+        if not delay or self._hurry.is_set() or not self.lifecycle.leave():
+            return 0.0
+        logger.info("still taking requests for %g s, while clients turn elsewhere", delay)
+        assert self._loop is not None
+        await self._pause(delay)
+        began = self._loop.time()
+        last = began + UNTOLD_SHARE * self.settings.drain_seconds
+        while not self._hurry.is_set() and self._loop.time() < last:
+            connections = [item for item in http.server_state.connections if isinstance(item, GuardedProtocol)]
+            for connection in connections:
+                connection.close_if_idle(IDLE_SECONDS)
+            if all(connection.told for connection in connections):
+                break
+            await self._pause(0.1)
+        return self._loop.time() - began
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, unless there is a hurry."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
+
+    async def _keep_deletion_cost(self) -> None:
+        if not self.settings.pod_deletion_cost:
+            return
+        from carousel.cluster.deletion_cost import DeletionCost
+
+        lifecycle = self.lifecycle
+        await DeletionCost(lifecycle.stats, lambda: lifecycle.draining).run()
 
     async def _start_grpc(self, model: CarouselModel) -> aio.Server | None:
         if not self.enable_grpc:
@@ -231,6 +280,7 @@ class CarouselServer(ModelServer):
                 self.settings.max_request_bytes,
                 keys=self.security.keys,
                 credentials=self.security.grpc_credentials(),
+                max_age_s=GRPC_AGE_SHARE * self.settings.shutdown_delay_seconds,
             )
         except OSError as error:
             logger.critical("%s; choose another port with --grpc-port, or --no-grpc", error)
@@ -242,6 +292,10 @@ class CarouselServer(ModelServer):
     async def _load(self, model: CarouselModel) -> None:
         try:
             await model.start_engine()
+            assert self.lifecycle.engine is not None
+            timeline = self.lifecycle.engine.timeline
+            timeline.observers += [self.metrics, NoteTaker()]
+            faults.install(timeline, os.environ)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -250,8 +304,6 @@ class CarouselServer(ModelServer):
             logger.critical("the model could not be loaded: %s", error, exc_info=None if expected else error)
             self._fail()
             return
-        assert self.lifecycle.engine is not None
-        self.lifecycle.engine.timeline.observers += [self.metrics, NoteTaker()]
         if self.lifecycle.ready:
             logger.info("ready in %.1f s: model %s", time.time() - self._started_at, self.settings.model_name)
 

@@ -29,17 +29,23 @@ def busy(message: str) -> Iterator[None]:
 
 
 def pick_device(name: str) -> str:
-    """``auto`` becomes ``cuda`` where torch can use one, else ``cpu``.
+    """``auto`` becomes ``cuda`` where torch can use one, else ``cpu``; ``cuda`` is the first of those that are visible.
 
     Raises:
-        EngineUnavailable: ``cuda`` was asked for and there is none.
+        EngineUnavailable: a GPU was asked for that is not there.
     """
     import torch
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EngineUnavailable("--device cuda: torch finds no CUDA device here; use --device cpu, or auto")
+    if not name.startswith("cuda"):
+        return name
+    if not torch.cuda.is_available():
+        raise EngineUnavailable(f"--device {name}: torch finds no CUDA device here; use --device cpu, or auto")
+    index = name.partition(":")[2]
+    if index and int(index) >= (count := torch.cuda.device_count()):
+        there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        raise EngineUnavailable(f"--device {name}: torch finds only {there}")
     return name
 
 
@@ -62,12 +68,15 @@ def load(path: Path, settings: Settings) -> LoadedModel:
         UnsupportedModel: its architecture is not supported.
         EngineUnavailable: the device is not there.
     """
+    from carousel.models.fetch.cache import default_cache
     from carousel.models.loader import load_model
 
     return load_model(
         path,
         device=pick_device(settings.device),
         dtype=settings.dtype,
+        quantization=settings.quantization,
+        cache_dir=settings.cache_dir or default_cache(),
         max_model_len=settings.max_model_len or None,
     )
 

@@ -7,7 +7,9 @@ pool's, the prefix cache's or the scheduler's bookkeeping changes the text.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ from carousel.engine.loop import EngineCore, LiveRequest
 from carousel.engine.policy import make_policy
 from carousel.engine.request import FinishReason, GenerationRequest, Output, Sequence, SequenceStatus
 from carousel.engine.runner import StepResult
-from carousel.engine.sampler import Sampler, SequenceSampler
+from carousel.engine.sampler import Sampler, SamplerLike, SequenceSampler
 from carousel.engine.scheduler import Schedule, Scheduler, SchedulerLimits
 from carousel.engine.timeline import RequestRecord, StepRecord, Timeline
 from carousel_kernels.layout import BLOCK_SIZE
@@ -56,13 +58,21 @@ class FakeRunner:
     def _slot(self, sequence: Sequence, position: int) -> int:
         return sequence.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def run(self, step: Schedule) -> StepResult:
-        self.steps.append(step)
+    @staticmethod
+    def check_entries(step: Schedule) -> None:
         for entry in step.entries:
             assert entry.num_new_tokens > 0
             padding = entry.idle and entry.sequence.status is SequenceStatus.RUNNING
             assert padding or entry.start == entry.sequence.num_computed_tokens - (1 if entry.idle else 0)
             assert not padding or entry.start >= entry.sequence.num_tokens
+
+    def feed(self, sequences: list[Sequence], tokens: torch.Tensor) -> None:
+        raise AssertionError("the host knows every token before the next step")
+
+    def run(self, step: Schedule) -> StepResult:
+        self.check_entries(step)
+        self.steps.append(step)
+        for entry in step.entries:
             for position, token in enumerate(entry.token_ids, entry.start):
                 self.kv[self._slot(entry.sequence, position)] = (token, position)
         sampled, rows = [], []
@@ -82,6 +92,9 @@ class FakeRunner:
         for row, token in enumerate(rows):
             logits[row, token] = 10.0
         return StepResult(sampled, logits, [])
+
+    def check(self, pool: BlockPool) -> None:
+        """What else must hold between two steps."""
 
 
 class Recorder:
@@ -110,19 +123,30 @@ class Bench:
         tenant_weights: dict[str, float] | None = None,
         prefix_caching: bool = True,
         static: bool = False,
+        depth: int = 0,
+        delayed: Callable[[BlockPool], Any] | None = None,
     ) -> None:
         self.now = 0.0
         self.pool = BlockPool(num_blocks)
         limits = SchedulerLimits(max_batch_tokens, max_batch_sequences, 0.0, prefix_caching, static)
         self.scheduler = Scheduler(limits, self.pool, make_policy(policy, tenant_weights))
         self.ledger = Ledger(10**6, 10**9, max_batch_sequences, clock=lambda: self.now)
+        sampler: SamplerLike = Sampler(VOCAB, torch.device("cpu"))
         self.runner = FakeRunner(self.pool)
+        if delayed is not None:
+            self.runner = sampler = delayed(self.pool)  # both in one
         timeline = Timeline()
         self.recorder = Recorder()
         timeline.observers.append(self.recorder)
-        sampler = Sampler(VOCAB, torch.device("cpu"))
         self.core = EngineCore(
-            self.scheduler, self.runner, sampler, self.ledger, timeline, self._publish, clock=lambda: self.now
+            self.scheduler,
+            self.runner,
+            sampler,
+            self.ledger,
+            timeline,
+            self._publish,
+            clock=lambda: self.now,
+            depth=depth,
         )
         self.outputs: dict[tuple[str, int], Output] = {}
         self.finish_order: list[str] = []
@@ -182,7 +206,10 @@ class Bench:
         running = self.scheduler.running
         assert self.scheduler.limits.static or not self.scheduler.idle
         assert running or not self.scheduler.idle, "a static group outlives its last sequence"
-        self.pool.check(sequence.block_table for sequence in running + self.scheduler.idle)
+        leaving = self.scheduler.leaving
+        assert all(sequence.finished and sequence.num_in_flight for sequence in leaving)
+        self.pool.check(sequence.block_table for sequence in running + self.scheduler.idle + leaving)
+        self.runner.check(self.pool)
         assert len(running) <= self.scheduler.limits.max_batch_sequences
         assert all(not sequence.block_table for sequence in self.scheduler.policy)
         stats = self.ledger.snapshot(draining=False, alive=True)

@@ -35,9 +35,10 @@ def sampled(ids: list[int], max_tokens: int = LENGTH, **params: object) -> Gener
 
 
 async def settled(engine: Engine) -> EngineStats:
-    """The stats once nothing is live."""
+    """The stats once nothing is live, and no step in flight holds blocks."""
     for _ in range(500):
-        if engine.stats().live == 0:
+        stats = engine.stats()
+        if stats.live == 0 and stats.num_tokens_running == 0:
             break
         await asyncio.sleep(0.01)
     stats = engine.stats()

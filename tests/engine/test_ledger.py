@@ -87,10 +87,10 @@ def test_the_bound_is_on_what_waits_not_on_what_has_a_seat_coming() -> None:
 def test_retry_after_follows_the_measured_drain_rate() -> None:
     clock = Clock()
     books = ledger(clock, requests=10, tokens=1000, seats=1)
-    for _ in range(10):  # 50 prompt tokens leave the queue every second
-        account = books.admit(50, 1, clock.now)
-        books.started(account)
+    accounts = [books.admit(50, 1, clock.now) for _ in range(10)]
+    for account in accounts:  # 50 prompt tokens leave the queue every second
         clock.now += 1.0
+        books.started(account)
         books.stopped(account, ended=True)
         books.left(account, FinishReason.EOS)
     for _ in range(2):
@@ -102,6 +102,43 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     assert stats(books).queue_seconds == pytest.approx(20, rel=0.1)
     clock.now += 3.0
     assert stats(books).oldest_wait_s == 3.0
+
+
+def test_a_burst_after_a_lull_is_not_measured_by_the_lull() -> None:
+    clock = Clock()
+    books = ledger(clock, requests=100, tokens=100_000, seats=4)
+    for _ in range(5):  # 10 tokens every 5 s, for want of requests
+        account = books.admit(10, 1, clock.now)
+        clock.now += 0.1
+        books.started(account)
+        books.stopped(account, ended=True)
+        books.left(account, FinishReason.EOS)
+        clock.now += 4.9
+    burst = [books.admit(100, 1, clock.now) for _ in range(20)]
+    for account in burst[:10]:
+        clock.now += 0.5
+        books.started(account)
+    # 1050 tokens in the 5.5 s that there was a queue; 1000 wait.
+    assert stats(books).queue_seconds == pytest.approx(1000 * 5.5 / 1050)
+
+
+def test_a_queue_that_does_not_move_is_not_forgotten() -> None:
+    clock = Clock()
+    books = ledger(clock, requests=100, tokens=100_000, seats=1)
+    books.started(books.admit(10, 1, clock.now))
+    books.admit(10, 1, clock.now)
+    seen = []
+    for _ in range(120):
+        clock.now += 1.0
+        seen.append(stats(books).queue_seconds)
+    assert seen == sorted(seen)
+    assert seen[-1] == 120.0
+
+
+def test_tokens_running_are_what_the_kv_blocks_hold() -> None:
+    books = Ledger(10, 1000, 4, Clock(), block_tokens=16)
+    books.report(Counters(), 100, 60, 30)
+    assert stats(books).num_tokens_running == 160
 
 
 def test_nobody_is_sent_away_for_long_on_a_rate_measured_over_a_moment() -> None:

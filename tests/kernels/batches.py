@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
 import torch
 
+import carousel_kernels as ck
 from carousel_kernels import BLOCK_SIZE, BatchLayout
+
+CPU_BACKENDS = [
+    name for name in ck.available_backends() if name != "triton" or os.environ.get("TRITON_INTERPRET") == "1"
+]
+"""Backends that take CPU tensors: Triton's does so in its interpreter."""
 
 
 @dataclass
@@ -21,6 +28,13 @@ class Batch:
     values: list[torch.Tensor]
 
 
+def filled_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A cache full of NaN."""
+    if dtype == torch.float8_e4m3fn:
+        return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
 def make_batch(
     sequences: list[tuple[int, int]],
     *,
@@ -28,22 +42,26 @@ def make_batch(
     num_kv_heads: int = 2,
     dim: int = 16,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Batch:
     """A batch of sequences (tokens computed before, new tokens), decodes first.
 
     Blocks are scattered at random. Whatever no sequence owns, block 0 and the ends of last blocks included, holds NaN,
     so that a backend which reads it cannot go unnoticed. The queries are a view into a wider tensor, as a fused
-    projection makes them.
+    projection makes them. The cache has the queries' ``dtype`` unless it is given one.
     """
+    cache_dtype = cache_dtype or dtype
     sequences = sorted(sequences, key=lambda s: s[1] != 1)
     torch.manual_seed(seed)
     contexts = [computed + new for computed, new in sequences]
     counts = [-(-c // BLOCK_SIZE) for c in contexts]
     ids = list(range(1, sum(counts) + 4))
     random.Random(seed).shuffle(ids)
-    k_cache = torch.full((len(ids) + 1, BLOCK_SIZE, num_kv_heads, dim), float("nan"), dtype=dtype)
+    k_cache = filled_cache((len(ids) + 1, BLOCK_SIZE, num_kv_heads, dim), cache_dtype)
     v_cache = k_cache.clone()
+    k_rows, v_rows = (cache.view(torch.uint8).view(-1, num_kv_heads, dim * cache.itemsize)
+                      for cache in (k_cache, v_cache))  # fmt: skip
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
     slots: list[int] = []
     keys, values = [], []
@@ -51,10 +69,10 @@ def make_batch(
         mine = [ids.pop() for _ in range(counts[s])]
         tables[s, : len(mine)] = torch.tensor(mine)
         own = [mine[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(contexts[s])]
-        keys.append(torch.randn(contexts[s], num_kv_heads, dim).to(dtype).float())
-        values.append(torch.randn(contexts[s], num_kv_heads, dim).to(dtype).float())
-        k_cache.view(-1, num_kv_heads, dim)[own] = keys[-1].to(dtype)
-        v_cache.view(-1, num_kv_heads, dim)[own] = values[-1].to(dtype)
+        new_keys, new_values = torch.randn(2, contexts[s], num_kv_heads, dim).to(cache_dtype)
+        k_rows[own], v_rows[own] = new_keys.view(torch.uint8), new_values.view(torch.uint8)
+        keys.append(new_keys.float())
+        values.append(new_values.float())
         slots += own[computed:]
     new_tokens = [new for _, new in sequences]
     layout = BatchLayout(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.batches import Batch, make_batch
+from tests.kernels.batches import CPU_BACKENDS, Batch, make_batch
 
 import carousel_kernels as ck
 
@@ -48,7 +48,7 @@ def dense(batch: Batch, scale: float, window: int | None, softcap: float | None)
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("backend", ck.available_backends())
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 16, 33])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_equals_dense_attention(backend: str, window: int | None, softcap: float | None) -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.batches import CPU_BACKENDS
 
 import carousel_kernels as ck
 from carousel_kernels import cpu
 
-BACKENDS = pytest.mark.parametrize("backend", ck.available_backends())
+BACKENDS = pytest.mark.parametrize("backend", CPU_BACKENDS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

@@ -7,10 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from scripts.prove_image import Stage, command_of, install_steps, parse, perform
+from scripts.prove_image import Stage, chain_of, command_of, install_steps, parse, perform
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text("utf-8")
@@ -19,11 +20,7 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 
 
 def chain(target: str) -> list[Stage]:
-    """A stage and those it is built on, from the bottom."""
-    stages = [BY_NAME[target]]
-    while stages[0].base in BY_NAME:
-        stages.insert(0, BY_NAME[stages[0].base])
-    return stages
+    return chain_of(STAGES, target)
 
 
 def last(target: str, name: str) -> str:
@@ -33,13 +30,13 @@ def last(target: str, name: str) -> str:
 def test_targets_and_base() -> None:
     assert [item.name for item in HEAD] == ["ARG"]
     assert STAGES[-1].name == "cpu"  # what `docker build .` makes
-    assert "cuda" in BY_NAME
+    assert {"cuda", "demo"} < set(BY_NAME)
     bases = {stage.base for stage in STAGES if stage.base not in BY_NAME}
     assert bases == {"${BASE}"}
     assert HEAD[0].arguments == "BASE=python:3.11-slim-bookworm"
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "demo"])
 def test_image_runs_unprivileged_and_stops_cleanly(target: str) -> None:
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", last(target, "USER"))  # a number: Kubernetes can check runAsNonRoot
     assert json.loads(last(target, "ENTRYPOINT")) == ["carousel", "serve"]
@@ -63,10 +60,11 @@ def test_variables_are_settings() -> None:
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_installs_go_through_make_env_with_a_cache_outside_the_layers(target: str) -> None:
     runs = [item.arguments for item in install_steps(STAGES, target) if item.name == "RUN"]
-    compiler = runs.pop(0)
+    compiler, deps, slim, runtime, bill = runs
     assert "apt-get install -y --no-install-recommends gcc libc6-dev" in compiler
-    assert len(runs) == 2
-    for arguments, goal in zip(runs, ("deps", "runtime"), strict=True):
+    assert command_of(slim)[1] == "scripts/slim_env.py"
+    assert command_of(bill)[1] == "scripts/sbom.py"
+    for arguments, goal in zip((deps, runtime), ("deps", "runtime"), strict=True):
         assert arguments.startswith("--mount=type=cache,target=/root/.cache/pip ")
         words = command_of(arguments)
         assert words[:4] == ["python3", "scripts/make_env.py", "--target", goal]
@@ -86,10 +84,27 @@ def test_requirements_come_before_sources(target: str) -> None:
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_only_the_environment_gets_into_the_image(target: str) -> None:
     copies = [arguments for stage in chain(target) for arguments in stage.all_of("COPY")]
-    assert copies == [f"--from=builder-{target} /opt/venv /opt/venv"]
+    assert copies == [f"--from=builder-{'cuda' if target == 'cuda' else 'cpu'} /opt/venv /opt/venv"]
     for stage in chain(target):
         for arguments in stage.all_of("RUN"):
             assert "apt-get install" not in arguments or "rm -rf /var/lib/apt/lists/*" in arguments
+
+
+def test_the_demo_target_adds_the_model_and_nothing_else() -> None:
+    assert BY_NAME["demo"].base == BY_NAME["cpu"].base
+    (copied,) = BY_NAME["demo"].all_of("COPY")
+    cache = dict(re.findall(r"(\w+)=(\S+)", last("demo", "ENV")))["CAROUSEL_CACHE_DIR"]
+    assert copied == f"--from=model --chown=1000:1000 {cache} {cache}"
+    (pulled,) = BY_NAME["model"].all_of("RUN")
+    assert command_of(pulled) == ["/opt/venv/bin/carousel", "pull", "--cache-dir", cache]
+
+
+def test_labels_say_what_it_is() -> None:
+    labels = last("cpu", "LABEL")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert f"VERSION={project['version']}" in [arguments for stage in chain("cpu") for arguments in stage.all_of("ARG")]
+    assert f'org.opencontainers.image.licenses="{project["license"]}"' in labels
+    assert f'org.opencontainers.image.base.name="docker.io/library/{HEAD[0].arguments.partition("=")[2]}"' in labels
 
 
 def test_no_feature_that_older_builders_refuse() -> None:

@@ -1,6 +1,6 @@
-"""A server process around the fake engine: ``HTTP GRPC [delay=S] [gate=FILE] [fail=TEXT] [drain=S] [leave=S] [unload=1]``.
+"""A server process around the fake engine: ``HTTP GRPC [delay=S] [gate=FILE] [fail=TEXT] [OPTION ...]``.
 
-The model is loading until the file ``gate`` exists.
+Further options are drain=S, leave=S (the shutdown delay) and unload=1. Until the file ``gate`` exists, the model loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prepare(engine: FakeEngine) -> None:
 if __name__ == "__main__":
     settings = Settings(
         model="fake", model_name="fake", http_port=int(sys.argv[1]), grpc_port=int(sys.argv[2]),
-        drain_seconds=float(options.get("drain", 5)), shutdown_delay_seconds=float(options.get("leave", 0)), log_format="json",
-        allow_unload="unload" in options,
+        drain_seconds=float(options.get("drain", 5)), log_format="json",
+        shutdown_delay_seconds=float(options.get("leave", 0)), allow_unload="unload" in options,
     )  # fmt: skip
     sys.exit(serve(settings, engine_factory=fake_factory(prepare)))

@@ -11,19 +11,39 @@ import torch
 from carousel_kernels.layout import BatchLayout
 
 from . import fallback, native
-from .fallback import gumbel_noise, prepare_linear, rope_, sample, write_kv
+from .fallback import (
+    add_lora_,
+    gelu_tanh_mul_quant,
+    gumbel_noise,
+    prepare_grouped_linear,
+    prepare_linear,
+    prepare_scaled_linear,
+    rope_,
+    sample,
+    silu_mul_quant,
+    token_logprobs,
+    write_kv,
+)
+from .quant import prepare_quantized_linear
 
 __all__ = [
+    "add_lora_",
     "add_rms_norm",
     "gelu_tanh_mul",
+    "gelu_tanh_mul_quant",
     "gumbel_noise",
     "paged_attention",
+    "prepare_grouped_linear",
     "prepare_linear",
+    "prepare_quantized_linear",
+    "prepare_scaled_linear",
     "rms_norm",
     "rope_",
     "rope_write_kv",
     "sample",
     "silu_mul",
+    "silu_mul_quant",
+    "token_logprobs",
     "write_kv",
 ]
 
@@ -58,9 +78,18 @@ def rope_write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
+    if q_norm is not None and k_norm is not None:
+        q.copy_(rms_norm(q, q_norm, eps))
+        k.copy_(rms_norm(k, k_norm, eps))
     if not native.rope_write_kv(q, k, v, cos_sin, positions, k_cache, v_cache, slots):
-        fallback.rope_write_kv(q, k, v, cos_sin, positions, k_cache, v_cache, slots)
+        fallback.rope_write_kv(q, k, v, cos_sin, positions, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
 def paged_attention(
@@ -72,10 +101,15 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
-    out = native.paged_attention(q, k_cache, v_cache, layout, scale, sliding_window, softcap)
-    if out is not None:
-        return out
+    if sinks is None and k_scale == v_scale == 1.0:
+        out = native.paged_attention(q, k_cache, v_cache, layout, scale, sliding_window, softcap)
+        if out is not None:
+            return out
     return fallback.paged_attention(
-        q, k_cache, v_cache, layout, scale=scale, sliding_window=sliding_window, softcap=softcap
-    )
+        q, k_cache, v_cache, layout, scale=scale, sliding_window=sliding_window, softcap=softcap,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip

@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from .attention import paged_attention
-from .elementwise import add_rms_norm, gelu_tanh_mul, rms_norm, rope_, silu_mul, write_kv
+from carousel_kernels import reference
+from carousel_kernels.int8_weights import QuantizedWeight
+from carousel_kernels.layout import BatchLayout
+from carousel_kernels.reference import gelu_tanh_mul_quant, silu_mul_quant
+from carousel_kernels.reference_quantized import add_lora_, prepare_scaled_linear
+from carousel_kernels.weight_formats import GroupedWeight
+
+from . import attention, elementwise, quant
+from .elementwise import add_rms_norm, gelu_tanh_mul, rms_norm, rope_, silu_mul
 from .linear import prepare_linear
+from .logprobs import token_logprobs
 from .sampling import gumbel_noise, sample
 
 __all__ = [
+    "add_lora_",
     "add_rms_norm",
     "gelu_tanh_mul",
+    "gelu_tanh_mul_quant",
     "gumbel_noise",
     "paged_attention",
+    "prepare_grouped_linear",
     "prepare_linear",
+    "prepare_quantized_linear",
+    "prepare_scaled_linear",
     "rms_norm",
     "rope_",
     "rope_write_kv",
     "sample",
     "silu_mul",
+    "silu_mul_quant",
+    "token_logprobs",
     "write_kv",
 ]
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    if k_cache.dtype == torch.float8_e4m3fn:
+        reference.write_kv(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+    else:
+        elementwise.write_kv(k, v, k_cache, v_cache, slots)
 
 
 def rope_write_kv(
@@ -33,6 +66,49 @@ def rope_write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
+    if q_norm is not None and k_norm is not None:
+        q.copy_(rms_norm(q, q_norm, eps))
+        k.copy_(rms_norm(k, k_norm, eps))
     rope_(q, k, cos_sin, positions)
-    write_kv(k, v, k_cache, v_cache, slots)
+    write_kv(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: BatchLayout,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    if sinks is not None or k_cache.dtype == torch.float8_e4m3fn:
+        return reference.paged_attention(
+            q, k_cache, v_cache, layout, scale=scale, sliding_window=sliding_window, softcap=softcap,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+    out = attention.paged_attention(
+        q, k_cache, v_cache, layout, scale=scale * k_scale, sliding_window=sliding_window, softcap=softcap
+    )
+    return out if v_scale == 1.0 else out * v_scale
+
+
+def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    return quant.prepare_quantized_linear(weight, wide=wide, names=("onednn", "torch"))
+
+
+def prepare_grouped_linear(weight: GroupedWeight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Widened to float32 once, and then as any other."""
+    layer = prepare_linear(weight.dense(torch.float32), None if bias is None else bias.float())
+    return lambda x: layer(x.float()).to(x.dtype)

@@ -1,24 +1,24 @@
 """Linear layers by whichever library kernel is fastest on this CPU.
 
 The same product takes 2.5 times as long in MKL as in oneDNN on recent AMD cores, and the reverse holds on Intel's, so
-the choice is measured: once per process for each layer shape and type, on a few numbers of rows. It is measured in CPU
-time of one thread, because a pod may start on a busy node, where a thread that waits for a preempted one tells nothing
-about a library. One implementation is chosen per shape, so that a model keeps one copy of its weights.
+the choice is measured: for each layer shape and type, on a few numbers of rows; once per process, or, with
+``chosen_implementations`` and ``remember``, once per CPU. One implementation is chosen per shape, so that a model keeps
+one copy of its weights.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["IMPLEMENTATION_VARIABLE", "Linear", "chosen_implementations", "prepare_linear"]
+from . import timing
+
+__all__ = ["IMPLEMENTATION_VARIABLE", "Linear", "chosen_implementations", "prepare_linear", "remember"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,9 +31,6 @@ _ODD_ROWS = (3, 37, 65)  # no timing, only the check that the result is right
 
 # A layer of more elements is measured by its first rows only: the output layer would take a second.
 _MAX_TIMED_ELEMENTS = 2_000_000
-
-_SECONDS_PER_SHAPE = 0.03
-_MIN_TURNS, _MAX_TURNS = 2, 40
 
 # oneDNN compiles a kernel for each shape and number of rows (0.3 ms, 16 KB) and keeps the last 1024. Steps have up to
 # some hundred different numbers of rows in five shapes, which that would forget; read when oneDNN is first used.
@@ -103,17 +100,19 @@ def chosen_implementations() -> dict[tuple[int, int, torch.dtype], str]:
     return dict(_choices)
 
 
+def remember(choices: Mapping[tuple[int, int, torch.dtype], str]) -> None:
+    """Take these for measured, unless they are already; unknown implementations are left out."""
+    for key, name in choices.items():
+        if name in _IMPLEMENTATIONS:
+            _choices.setdefault(key, name)
+
+
 def _choose(weight: torch.Tensor) -> str:
     key = (weight.shape[0], weight.shape[1], weight.dtype)
     with _lock:
         if key not in _choices:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            try:
-                with torch.inference_mode():
-                    _choices[key] = _measure(weight)
-            finally:
-                torch.set_num_threads(threads)
+            with timing.one_thread():
+                _choices[key] = _measure(weight)
         return _choices[key]
 
 
@@ -136,22 +135,8 @@ def _measure(weight: torch.Tensor) -> str:
 
 
 def _fastest(candidates: dict[str, Linear], inputs: list[torch.Tensor]) -> str:
-    # In turns, so that whatever else the machine does meets all alike, and by the least time, since it can only add. A
-    # candidate that is far behind is given up, so that the time goes to those that are close.
-    least = {name: [math.inf] * len(inputs) for name in candidates}
-    deadline = time.thread_time() + _SECONDS_PER_SHAPE
-    for turn in range(_MAX_TURNS):
-        if len(least) == 1 or (turn >= _MIN_TURNS and time.thread_time() > deadline):
-            break
-        for i, x in enumerate(inputs):
-            for name, times in least.items():
-                start = time.thread_time()
-                candidates[name](x)
-                times[i] = min(times[i], time.thread_time() - start)
-        if turn + 1 >= _MIN_TURNS:
-            limit = 1.5 * min(map(statistics.geometric_mean, least.values()))
-            least = {name: times for name, times in least.items() if statistics.geometric_mean(times) <= limit}
-    return min(least, key=lambda name: statistics.geometric_mean(least[name]))
+    times = timing.race(candidates, inputs)
+    return min(times, key=lambda name: statistics.geometric_mean(times[name]))
 
 
 def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:

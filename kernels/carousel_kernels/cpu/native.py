@@ -21,7 +21,10 @@ __all__ = [
     "NATIVE_VARIABLE",
     "add_rms_norm",
     "available",
+    "dot_products",
+    "dot_products_of",
     "gelu_tanh_mul",
+    "library",
     "limited",
     "paged_attention",
     "rms_norm",
@@ -49,6 +52,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "carousel_rope_write": (None, [*[_pointer, _int64] * 3, *[_pointer] * 5, _int64, *[_int] * 5]),
     "carousel_partials": (_int64, [_int, _int, _int]),
     "carousel_attention": (_int, [_pointer, _pointer, _pointer, _int64, _pointer, _pointer, _pointer]),
+    "carousel_quant_init": (_int, [_int]),
+    "carousel_quant_linear": (_int, [_pointer, _pointer, _int64, _int64, _pointer, _int]),
 }
 
 
@@ -113,11 +118,37 @@ def _parallel() -> int | None:
 _library = _load()
 _parallel_address = None if _library is None else _parallel()
 _bits = 0 if _library is None else int(_library.carousel_init(_parallel_address, 0))
+_dot_products = 0 if _library is None else int(_library.carousel_quant_init(0))
 
 
 def available() -> bool:
     """Whether the compiled operators were built for this machine, load, and are not switched off."""
     return _library is not None
+
+
+def library() -> Any:
+    """The loaded library, its functions typed; None without it."""
+    return _library
+
+
+def dot_products() -> int:
+    """The kind of instructions that multiplies 8-bit integers: 4 AVX512-VNNI, 3 AVX-VNNI, 2 AVX2, 1 plain C; 0 without
+    the compiled operators."""
+    return _dot_products if available() else 0
+
+
+@contextmanager
+def dot_products_of(kind: int) -> Iterator[None]:
+    """Multiply 8-bit integers with instructions of this kind until the block ends; ValueError if the CPU lacks it."""
+    global _dot_products
+    if _library is None or not _library.carousel_quant_init(kind):
+        raise ValueError(f"this CPU has no dot products of kind {kind}")
+    before, _dot_products = _dot_products, kind
+    try:
+        yield
+    finally:
+        _dot_products = before
+        _library.carousel_quant_init(before)
 
 
 def vector_bits() -> int:

@@ -19,6 +19,7 @@ from carousel.config import Settings, declared_settings, raise_problems, read_se
 from carousel.options import Parsed, help_text
 
 if TYPE_CHECKING:
+    from carousel.bench.profile import Profile
     from carousel.engine.engine import Engine
 
 EngineFactory = Callable[[Settings], "Engine"]
@@ -55,6 +56,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[BenchOptions
                 parsed.fail((name,), f"{flag}: has no effect with --url; it is a setting of the server's own")
         if options.compare:
             parsed.fail(("compare",), "--compare runs in this process and cannot be combined with --url")
+    if options.profile and (options.url or options.compare):
+        parsed.fail(("profile",), "--profile looks at one engine in this process: not with --url or --compare")
     if options.compare and "batching" in parsed.from_flags:
         parsed.fail(("compare", "batching"), "--batching and --compare both choose the batching: give one of them")
     raise_problems(parsed)
@@ -86,7 +89,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], make_engines: Callable
         else:
             # A bad file is refused before the weights load; the built-in workload needs the tokenizer.
             workload = _workload(options, None) if options.workload else None
-            result = _EngineBench(options, settings, parsed, workload, make_engines(settings)).measure()
+            result = _measure(options, settings, parsed, workload, make_engines)
         result["machine"] = report.machine()
         tables = sys.stderr if options.json == "-" else sys.stdout
         if options.json:
@@ -97,6 +100,23 @@ def main(argv: Sequence[str], environ: Mapping[str, str], make_engines: Callable
     show = report.print_comparison if options.compare else report.print_report
     show(result, tables)
     return 0
+
+
+def _measure(
+    options: BenchOptions,
+    settings: Settings,
+    parsed: Parsed,
+    workload: Workload | None,
+    make_engines: Callable[[Settings], EngineFactory],
+) -> dict[str, Any]:
+    if not options.profile:
+        return _EngineBench(options, settings, parsed, workload, make_engines(settings)).measure()
+    from carousel.bench.profile import Profile
+
+    profile = Profile()
+    with profile.watching():
+        bench = _EngineBench(options, settings, parsed, workload, make_engines(settings), profile)
+        return bench.measure() | {"profile": profile.figures()}
 
 
 def _workload(options: BenchOptions, encode: Callable[[str], list[int]] | None) -> Workload:
@@ -157,9 +177,16 @@ class _EngineBench:
     """Runs one or several batching modes on one loaded model, one engine at a time."""
 
     def __init__(
-        self, options: BenchOptions, settings: Settings, parsed: Parsed, workload: Workload | None, start: EngineFactory
+        self,
+        options: BenchOptions,
+        settings: Settings,
+        parsed: Parsed,
+        workload: Workload | None,
+        start: EngineFactory,
+        profile: Profile | None = None,
     ) -> None:
         self.options = options
+        self._profile = profile
         self.settings = _unbounded_queue(settings, parsed)
         self.workload = workload
         self.modes: tuple[str, ...] = options.compare or (settings.batching,)
@@ -179,7 +206,8 @@ class _EngineBench:
                     assert workload is not None
                     warmup = self.options.warmup if fresh else 0
                     with _bar(self.options, workload, turn, mode) as progress:
-                        runs[mode].append(asyncio.run(_run_once(engine, workload, self.options, warmup, progress)))
+                        run = _run_once(engine, workload, self.options, warmup, progress, self._profile)
+                        runs[mode].append(asyncio.run(run))
         finally:
             self.stop()
         return self._report(runs)
@@ -190,6 +218,8 @@ class _EngineBench:
         engine = self._engine = self._start(replace(self.settings, batching=mode))
         if self.workload is None:
             self.workload = _workload(self.options, engine.tokenizer.encode)
+        if self._profile is not None:
+            engine.timeline.observers.append(self._profile)
         self._facts = {"model": engine.model_name, "max_model_len": engine.max_model_len}
         return engine, self.workload
 
@@ -213,10 +243,17 @@ class _EngineBench:
 
 
 async def _run_once(
-    engine: Engine, workload: Workload, options: BenchOptions, warmup: int, progress: inprocess.Progress
+    engine: Engine,
+    workload: Workload,
+    options: BenchOptions,
+    warmup: int,
+    progress: inprocess.Progress,
+    profile: Profile | None,
 ) -> dict[str, Any]:
     if warmup:
         await inprocess.warm_up(engine, workload, warmup)
+        if profile is not None:
+            profile.begin()
     return await inprocess.run(engine, workload, rate=options.rate, concurrency=options.concurrency, progress=progress)
 
 

@@ -129,4 +129,11 @@ class BenchOptions:
         high=86_400,
         env=False,
     )
+    profile: bool = option(
+        False,
+        SWITCH,
+        "Whether to show where the time of the engine's steps goes; timing every operator costs some of it.",
+        group=_GROUP,
+        env=False,
+    )
     progress: bool = option(True, SWITCH, "Whether a terminal shows a progress bar.", group=_GROUP, env=False)

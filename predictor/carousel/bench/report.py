@@ -150,6 +150,19 @@ def print_report(report: Mapping[str, Any], stream: TextIO) -> None:
         console.print("queue time: unavailable, the server exports no request_queue_time_seconds")
     elif report["queue_source"] == "metrics":
         console.print("queue time: from the server's /metrics; its percentiles are interpolated in histogram buckets")
+    if "profile" in report:
+        console.print(_profile_table(report["profile"], stream))
+
+
+def _profile_table(profile: Mapping[str, Any], stream: TextIO) -> Table:
+    table = _table(stream)
+    table.add_column(f"{profile['steps']} steps")
+    for name in ("time", "share", "calls per step"):
+        table.add_column(name, justify="right")
+    for part, found in profile["parts"].items():
+        calls = f"{found['calls_per_step']:.1f}" if found["calls_per_step"] else ""
+        table.add_row(part, seconds(found["seconds"]), f"{found['share']:.1%}", calls)
+    return table
 
 
 def _dig(figures: Mapping[str, Any], path: Sequence[str]) -> float | None:

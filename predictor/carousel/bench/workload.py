@@ -25,13 +25,21 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """One request of a workload. ``prompt_ids`` is empty where only text is known; ``unit_gap`` has mean 1."""
+    """One request of a workload. ``prompt_ids`` is empty where only text is known; ``unit_gap`` has mean 1.
+
+    What a load test may say besides: ``messages``, (role, content) pairs of a chat; ``tenant`` and ``priority``, None
+    where the server shall choose; ``group``, the row of the statistics that it counts in.
+    """
 
     id: str
     prompt: str
     prompt_ids: tuple[int, ...]
     output_len: int
     unit_gap: float
+    messages: tuple[tuple[str, str], ...] = ()
+    tenant: str | None = None
+    priority: int | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ def load_workload(path: str | Path, limit: int = 0) -> Workload:
 
     Args:
         path: a JSON file: a list of objects with ``prompt_ids`` or ``prompt``, ``output_len``, ``unit_gap`` (default
-            0), ``id`` (default: the place in the list).
+            0), ``id`` (default: the place in the list); for load tests also ``tenant``, ``priority`` and ``group``
+            (default: the tenant).
         limit: only the first so many; 0 for all.
 
     Raises:
@@ -113,7 +122,22 @@ def _item(path: Path, place: int, entry: Any) -> WorkItem:
         raise wrong("unit_gap", "a number >= 0")
     if "prompt_len" in entry and ids and entry["prompt_len"] != len(ids):
         raise wrong("prompt_len", f"the number of prompt_ids ({len(ids)})")
-    return WorkItem(str(entry.get("id", place)), prompt, tuple(ids), output_len, float(gap))
+    tenant, priority = entry.get("tenant"), entry.get("priority")
+    if tenant is not None and not (isinstance(tenant, str) and tenant):
+        raise wrong("tenant", "a name")
+    if priority is not None and type(priority) is not int:
+        raise wrong("priority", "a whole number; lower goes first")
+    group = str(entry.get("group") or tenant or "")
+    return WorkItem(
+        str(entry.get("id", place)),
+        prompt,
+        tuple(ids),
+        output_len,
+        float(gap),
+        tenant=tenant,
+        priority=priority,
+        group=group,
+    )
 
 
 def _length(random_: random.Random, shape: tuple[int, float, int, int]) -> int:

@@ -21,10 +21,13 @@ import torch
 
 from carousel.engine.block_pool import BlockPool
 from carousel.engine.detokenizer import Detokenizer
+from carousel.engine.device import Device, explain
 from carousel.engine.errors import SHUT_DOWN, EngineUnavailable, InvalidRequest, RequestTooLong
+from carousel.engine.graph_runner import GraphRunner
 from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
-from carousel.engine.memory import free_memory, plan_kv_cache
+from carousel.engine.memory import KVBudget, free_memory, plan_kv_cache
+from carousel.engine.memory_profile import worst_step
 from carousel.engine.policy import make_policy
 from carousel.engine.request import FinishReason, GenerationRequest, Output, SamplingParams, Sequence
 from carousel.engine.runner import DecoderRunner
@@ -32,6 +35,7 @@ from carousel.engine.sampler import Sampler, SequenceSampler
 from carousel.engine.scheduler import Scheduler, SchedulerLimits
 from carousel.engine.stream import RequestStream, collect
 from carousel.engine.timeline import EngineStats, Refusal, Timeline
+from carousel_kernels.layout import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from carousel.config import Settings
@@ -71,6 +75,9 @@ class Engine:
         self.vocab_size: int = model.decoder.config.vocab_size
         self.generation_defaults: dict[str, Any] = dict(model.generation_defaults)
         self.kv_summary = ""
+        self.graph_capture: dict[str, Any] | None = None
+        """What recording decodes took: ``buckets``, the sequences of each recording, and ``seconds``."""
+        self._device = Device.of(model.decoder.device)
         self._model = model
         self._thread: threading.Thread | None = None
         self._commands: deque[Callable[[EngineCore], None]] = deque()
@@ -106,14 +113,17 @@ class Engine:
 
     def _build(self) -> EngineCore:
         settings, decoder = self.settings, self._model.decoder
-        if decoder.device.type == "cpu":
+        device = decoder.device
+        self._device.bind()
+        log.info("running on %s", self._device.describe())
+        if device.type == "cpu":
             torch.set_num_threads(settings.num_threads)
         memory = settings.kv_cache_bytes if settings.kv_cache_bytes is not None else settings.kv_cache_fraction
         assert memory is not None
         budget = plan_kv_cache(
             decoder.kv_bytes_per_token,
             memory,
-            free_memory(decoder.device),
+            max(free_memory(device) - self._step_bytes(), 0),
             settings.max_model_len,
             self._model.max_model_len,
             settings.max_batch_sequences,
@@ -128,7 +138,8 @@ class Engine:
             )
         self.max_model_len = budget.max_model_len
         pool = BlockPool(budget.num_blocks)
-        runner = DecoderRunner(decoder, budget.num_blocks, settings.max_batch_sequences, budget.max_model_len)
+        depth = int(settings.async_scheduling == "on" or (settings.async_scheduling == "auto" and device.type != "cpu"))
+        runner = self._make_runner(budget, depth)
         limits = SchedulerLimits(
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_sequences=settings.max_batch_sequences,
@@ -143,10 +154,40 @@ class Engine:
             on_blocks_lost=runner.forget,
         )
         queue_tokens = settings.max_queue_tokens or 32 * budget.max_model_len
-        self._ledger = Ledger(settings.max_queue_requests, queue_tokens, settings.max_batch_sequences)
+        self._ledger = Ledger(
+            settings.max_queue_requests, queue_tokens, settings.max_batch_sequences, block_tokens=BLOCK_SIZE
+        )
         self._ledger.report_blocks(budget.num_blocks)
-        sampler = Sampler(self.vocab_size, decoder.device)
-        return EngineCore(scheduler, runner, sampler, self._ledger, self.timeline, self._publish)
+        sampler = Sampler(self.vocab_size, self._device)
+        return EngineCore(scheduler, runner, sampler, self._ledger, self.timeline, self._publish, depth=depth)
+
+    def _step_bytes(self) -> int:
+        """What the largest steps take beside weights and KV pool, measured where the device counts it."""
+        settings = self.settings
+        longest = min(settings.max_batch_tokens, settings.max_model_len or self._model.max_model_len)
+        peak = self._device.peak_bytes(
+            lambda: worst_step(
+                self._model.decoder, self.vocab_size, self._device, longest, settings.max_batch_sequences
+            )
+        )
+        if peak:
+            log.info("the largest step takes %.2f GiB beside weights and KV cache", peak / 2**30)
+        return peak
+
+    def _make_runner(self, budget: KVBudget, depth: int) -> DecoderRunner:
+        """One that replays decodes, where the device can record them."""
+        decoder, seats = self._model.decoder, self.settings.max_batch_sequences
+        # A sequence that has ended holds its blocks while a step in flight may write them; another has its seat.
+        tables = seats * (1 + depth)
+        if not self._device.records:
+            return DecoderRunner(decoder, budget.num_blocks, tables, budget.max_model_len, device=self._device)
+        runner = GraphRunner(
+            decoder, budget.num_blocks, tables, budget.max_model_len, max_rows=seats, device=self._device
+        )
+        capture = runner.capture()
+        self.graph_capture = {"buckets": list(capture.buckets), "seconds": capture.seconds}
+        log.info("recorded decodes of up to %d sequences in %.2f s", seats, capture.seconds)
+        return runner
 
     def _warm_up(self, core: EngineCore) -> None:
         """Run a real generation at the worst shapes: a whole prompt chunk, a full batch, the costly sampler.
@@ -353,6 +394,7 @@ class Engine:
 
     def _run(self, core: EngineCore) -> None:
         try:
+            self._device.bind()
             while not self._stopping:
                 self._wake.clear()
                 self._take_commands(core)
@@ -365,7 +407,7 @@ class Engine:
             self._finish(core, SHUT_DOWN)
         except Exception as error:  # whatever it is, every client must hear of it
             log.exception("the engine thread died")
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = explain(error)
             self._finish(core, f"the engine has failed: {self.failure}")
 
     def _take_commands(self, core: EngineCore) -> None:

@@ -65,6 +65,7 @@ class Ledger:
         max_queue_tokens: prompt tokens that may wait. A single request is let into an empty queue whatever its size.
         num_seats: sequences that the batch can hold.
         clock: seconds, monotonic.
+        block_tokens: tokens of a KV block.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class Ledger:
         max_queue_tokens: int,
         num_seats: int,
         clock: Callable[[], float] = time.monotonic,
+        block_tokens: int = 16,
     ) -> None:
         self._max_requests = max_queue_requests
         self._max_tokens = max_queue_tokens
         self._num_seats = num_seats
         self._clock = clock
+        self._block_tokens = block_tokens
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._totals = _Totals()
@@ -85,7 +88,9 @@ class Ledger:
         self._running: dict[int, Account] = {}
         self._waiting_tokens = 0
         self._sequences_running = 0
-        self._starts: deque[tuple[float, int]] = deque()  # (when, prompt tokens) of requests that left the queue
+        # Of requests that left the queue: when, prompt tokens, how long the queue had stood still before.
+        self._starts: deque[tuple[float, int, float]] = deque()
+        self._still_since = 0.0  # when the queue last moved, or filled
         self._counters = Counters()
         self._blocks = (0, 0, 0)
         self._closed: str | None = None
@@ -116,6 +121,7 @@ class Ledger:
                 raise QueueFull(f"the model is overloaded: {problem}; try again in {math.ceil(wait)} s", wait)
             account = Account(num_sequences, num_tokens, arrival)
             self._totals.admitted += 1
+            self._queue_fills()
             self._waiting[id(account)] = account
             self._waiting_tokens += num_tokens
             return account
@@ -150,7 +156,9 @@ class Ledger:
             if account.running == 1 and self._waiting.pop(id(account), None) is not None:
                 self._running[id(account)] = account
                 self._waiting_tokens -= account.num_tokens
-                self._starts.append((self._clock(), account.num_tokens))
+                now = self._clock()
+                self._starts.append((now, account.num_tokens, now - self._still_since))
+                self._still_since = now
 
     def stopped(self, account: Account, *, ended: bool) -> None:
         """One of the request's sequences lost its seat: it ended, or was preempted."""
@@ -158,6 +166,7 @@ class Ledger:
             self._sequences_running -= 1
             account.running -= 1
             if account.running == 0 and not ended and self._running.pop(id(account), None) is not None:
+                self._queue_fills()
                 self._waiting[id(account)] = account
                 self._waiting_tokens += account.num_tokens
 
@@ -208,6 +217,7 @@ class Ledger:
                 num_requests_waiting=len(self._waiting),
                 num_sequences_running=self._sequences_running,
                 num_tokens_waiting=self._waiting_tokens,
+                num_tokens_running=(num_blocks - num_free - num_cached) * self._block_tokens,
                 oldest_wait_s=max((now - account.arrival for account in self._waiting.values()), default=0.0),
                 queue_seconds=self._queue_seconds(now) if self._waiting else 0.0,
                 admitted=self._totals.admitted,
@@ -229,12 +239,24 @@ class Ledger:
                 alive=alive,
             )
 
+    def _queue_fills(self) -> None:
+        """Something is about to wait."""
+        if not self._waiting:
+            self._still_since = self._clock()
+
     def _queue_seconds(self, now: float) -> float:
-        """Waiting prompt tokens over the rate at which prompt tokens left the queue of late."""
+        """Waiting prompt tokens over the rate at which prompt tokens left the queue of late, while there was a queue.
+
+        Time without a queue says nothing of what the engine can do, so it is not counted: a burst after a lull would
+        else be thought to take minutes. A queue that has not moved for the whole window takes at least as long as its
+        oldest request has waited already.
+        """
         while self._starts and now - self._starts[0][0] > RATE_WINDOW_S:
             self._starts.popleft()
-        started = sum(tokens for _, tokens in self._starts)
+        started = sum(tokens for _, tokens, _ in self._starts)
         if not started:
-            return DEFAULT_WAIT_S
-        span = max(now - self._starts[0][0], 1.0)
+            oldest = min((account.arrival for account in self._waiting.values()), default=now)
+            return max(DEFAULT_WAIT_S, now - oldest)
+        still = now - self._still_since if self._waiting else 0.0
+        span = max(sum(stood for _, _, stood in self._starts) + still, 1.0)
         return max(self._waiting_tokens * span / started, 1.0)

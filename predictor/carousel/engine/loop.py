@@ -1,19 +1,28 @@
 """One iteration of the engine: schedule, run, sample, publish. What the engine thread does, without the thread.
 
 Order of side effects in :meth:`EngineCore.step`: ended requests leave and free their blocks; the scheduler gives out
-seats and blocks; the model runs; blocks that became full get their names; tokens are appended, and sequences that end
-with them leave; deltas are published; the timeline is told. Nothing else touches this state, so nothing is locked.
+seats and blocks; the step is launched; blocks that become full get their names. Then, of the oldest step in flight:
+tokens are appended, and sequences that end with them leave; deltas are published; the timeline is told. Nothing else
+touches this state, so nothing is locked.
+
+With ``depth`` 0 a step is collected right after its launch. With ``depth`` 1 the host is a step ahead of the device:
+while one step runs, the host handles the tokens of the one before, and schedules and launches the one after, whose
+decodes take tokens that the host has not seen. The tokens are the same: a row whose sequence turns out to have ended
+is discarded, and nothing that it wrote is ever read.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from carousel.engine.device import Readback
 from carousel.engine.ledger import Account, Counters, Ledger
 from carousel.engine.request import (
     FinishReason,
@@ -24,8 +33,8 @@ from carousel.engine.request import (
     SequenceStatus,
     TokenLogprob,
 )
-from carousel.engine.runner import PromptLogits, Runner, StepResult
-from carousel.engine.sampler import SampledToken, Sampler
+from carousel.engine.runner import PromptLogits, Runner
+from carousel.engine.sampler import Draw, PromptDraw, SampledToken, SamplerLike
 from carousel.engine.scheduler import Schedule, Scheduler
 from carousel.engine.timeline import RequestRecord, StepRecord, Timeline
 
@@ -50,10 +59,25 @@ class LiveRequest:
 
 
 @dataclass(slots=True)
+class _InFlight:
+    """A step that was launched and whose tokens the host has not taken yet. Times on the core's clock."""
+
+    schedule: Schedule
+    sampled: list[Sequence]
+    draw: Draw | None
+    done: Readback | None
+    prompts: list[tuple[Sequence, PromptDraw]]
+    started: float
+    scheduled: float
+    launched: float
+
+
+@dataclass(slots=True)
 class _Step:
     """What a step collects for publishing and for its record."""
 
-    started: float
+    num_sampled_tokens: int = 0
+    num_discarded_tokens: int = 0
     deltas: list[tuple[LiveRequest, Output]] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
 
@@ -63,6 +87,7 @@ class EngineCore:
 
     Args:
         publish: takes all deltas of a step at once; must not block.
+        depth: how many steps the host may be ahead of the device, 0 or 1.
         clock: seconds, monotonic; requests' ``arrival`` is of the same clock.
     """
 
@@ -70,12 +95,15 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        sampler: Sampler,
+        sampler: SamplerLike,
         ledger: Ledger,
         timeline: Timeline,
         publish: Callable[[list[tuple[LiveRequest, Output]]], None],
         clock: Callable[[], float] = time.monotonic,
+        depth: int = 0,
     ) -> None:
+        if depth not in (0, 1):
+            raise ValueError(f"depth: got {depth!r}, allowed: 0 or 1")
         self.scheduler = scheduler
         self.timeline = timeline
         self._runner = runner
@@ -83,6 +111,9 @@ class EngineCore:
         self._ledger = ledger
         self._publish = publish
         self._clock = clock
+        self._depth = depth
+        self._in_flight: deque[_InFlight] = deque()  # the oldest first
+        self._last_done = -math.inf
         self._live: dict[str, LiveRequest] = {}
         self._owner: dict[int, LiveRequest] = {}  # sequence.order -> its request
         self._deadlines: list[tuple[float, int, LiveRequest]] = []
@@ -105,7 +136,8 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """End a request wherever it stands; its blocks are free at once. Unknown ids have ended already."""
+        """End a request wherever it stands; its blocks are free once no step in flight may write them. Unknown ids have
+        ended already."""
         live = self._live.get(request_id)
         if live is not None:
             self._end(live, reason, error)
@@ -116,7 +148,7 @@ class EngineCore:
             self._end(live, reason, error)
 
     def _end(self, live: LiveRequest, reason: FinishReason, error: str | None) -> None:
-        step = _Step(self._clock())
+        step = _Step()
         for sequence in live.sequences:
             if not sequence.finished:
                 output = self._output(live, sequence)
@@ -128,7 +160,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     @property
     def next_deadline(self) -> float | None:
@@ -162,24 +194,52 @@ class EngineCore:
     def step(self) -> bool:
         """Do one iteration. Returns whether there was anything to do."""
         self.expire()
-        if not self.scheduler.has_work:
+        if not self.has_work:
             return False
         started = self._clock()
         schedule = self.scheduler.schedule()
         self._account_for(schedule)
+        if schedule.entries:
+            self._in_flight.append(self._launch(schedule, started))
+        ahead = self._depth if schedule.entries and not schedule.unsettled else 0
+        while len(self._in_flight) > ahead:
+            self._collect(self._in_flight.popleft())
+        return True
+
+    def _launch(self, schedule: Schedule, started: float) -> _InFlight:
+        """Start a step on the device: its forward pass, its sampling, and the tokens' way to the step after it."""
         scheduled = self._clock()
         result = self._runner.run(schedule)
-        self.scheduler.commit(schedule)
-        ran = self._clock()
-        step = _Step(started)
-        self._collect_prompt_logprobs(result.prompts)
-        tokens = self._sampler.sample(result.logits, result.sampled) if result.sampled else []
+        launched = self._clock()
+        prompts = [(prompt.entry.sequence, self._draw_prompt(prompt)) for prompt in result.prompts]
+        draw = None
+        if result.sampled:
+            draw = self._sampler.launch(result.logits, result.sampled, result.last_tokens)
+            if self._depth:
+                self._runner.feed(result.sampled, draw.tokens)
+        self.scheduler.launched(schedule)
+        return _InFlight(schedule, result.sampled, draw, result.done, prompts, started, scheduled, launched)
+
+    def _collect(self, flight: _InFlight) -> None:
+        """Wait for a step and hand out what it brought."""
+        if flight.done is not None:
+            flight.done.wait()
+        tokens = flight.draw.wait() if flight.draw is not None else []
         now = self._clock()
-        for sequence, token in zip(result.sampled, tokens, strict=True):
-            self._accept(step, sequence, token, now)
-        self._record(step, schedule, result, scheduled, ran)
+        self.scheduler.collected(flight.schedule)
+        step = _Step()
+        for sequence, prompt in flight.prompts:
+            if not sequence.finished and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += prompt.wait()
+        for sequence, token in zip(flight.sampled, tokens, strict=True):
+            if sequence.finished:
+                step.num_discarded_tokens += 1
+            else:
+                step.num_sampled_tokens += 1
+                self._accept(step, sequence, token, now)
+        # What the device had done by its own step's end is all that a synchronous forward pass is measured by.
+        self._record(step, flight, now if self._depth else flight.launched)
         self._publish(step.deltas)
-        return True
 
     def _account_for(self, schedule: Schedule) -> None:
         now = self._clock()
@@ -194,19 +254,14 @@ class EngineCore:
                 # The choices of a request share its prompt: it counts once.
                 self._counters.prompt_tokens += 0 if sequence.index else sequence.num_prompt_tokens
 
-    def _collect_prompt_logprobs(self, prompts: list[PromptLogits]) -> None:
-        for prompt in prompts:
-            sequence = prompt.entry.sequence
-            assert sequence.prompt_logprobs is not None
-            # Row i predicts token start + i + 1; rows computed again after a preemption are known already.
-            known = len(sequence.prompt_logprobs)
-            first = max(known, prompt.entry.start + 1)
-            last = min(prompt.entry.end + 1, sequence.num_prompt_tokens)
-            if first < last:
-                rows = prompt.logits[first - prompt.entry.start - 1 : last - prompt.entry.start - 1]
-                wanted = sequence.request.sampling.prompt_logprobs or 0
-                targets = sequence.token_ids[first:last]
-                sequence.prompt_logprobs += self._sampler.prompt_logprobs(rows, targets, wanted)
+    def _draw_prompt(self, prompt: PromptLogits) -> PromptDraw:
+        sequence, entry = prompt.entry.sequence, prompt.entry
+        # Row i predicts token start + i + 1; rows computed again after a preemption are known already.
+        first = max(len(sequence.prompt_logprobs or ()), entry.start + 1)
+        last = max(first, min(entry.end + 1, sequence.num_prompt_tokens))
+        rows = prompt.logits[first - entry.start - 1 : last - entry.start - 1]
+        wanted = sequence.request.sampling.prompt_logprobs or 0
+        return self._sampler.launch_prompt(rows, sequence.token_ids[first:last], wanted)
 
     # ---- tokens become deltas
 
@@ -246,6 +301,7 @@ class EngineCore:
         if reason is not None:
             self._finish(step, live, sequence, output, reason)
         else:
+            self.scheduler.known(sequence)
             step.deltas.append((live, output))
 
     @staticmethod
@@ -267,7 +323,7 @@ class EngineCore:
             output.stop_reason = stop
             output.text = sequence.detokenizer.take()
             return FinishReason.STOP
-        if sequence.num_tokens >= sequence.max_total_tokens:
+        if len(sequence.token_ids) >= sequence.max_total_tokens:
             output.text = sequence.detokenizer.flush()
             return FinishReason.LENGTH
         output.text = sequence.detokenizer.take()
@@ -305,8 +361,12 @@ class EngineCore:
         counters.prefix_cache_hits = self.scheduler.cache_hits
         self._ledger.report(counters, pool.num_blocks, pool.num_free, pool.num_cached)
 
-    def _record(self, step: _Step, schedule: Schedule, result: StepResult, scheduled: float, ran: float) -> None:
-        done = self._clock()
+    def _record(self, step: _Step, flight: _InFlight, ran: float) -> None:
+        """Close the books of a step. Its time begins where that of the step before ended: what the host did while that
+        one ran cost nothing."""
+        done, schedule = self._clock(), flight.schedule
+        started, scheduled = max(flight.started, self._last_done), max(flight.scheduled, self._last_done)
+        self._last_done = done
         counters = self._counters
         self.scheduler.cost_model.observe(schedule.num_tokens, schedule.num_attended, done - scheduled)
         counters.steps += 1
@@ -315,9 +375,9 @@ class EngineCore:
         self._report()
         record = StepRecord(
             index=counters.steps,
-            started=step.started,
-            duration_s=done - step.started,
-            schedule_s=scheduled - step.started,
+            started=started,
+            duration_s=done - started,
+            schedule_s=scheduled - started,
             run_s=ran - scheduled,
             sample_s=done - ran,
             num_sequences=sum(not entry.idle for entry in schedule.entries),
@@ -325,7 +385,8 @@ class EngineCore:
             num_decode_tokens=schedule.num_decode_tokens,
             num_recomputed_tokens=schedule.num_recomputed_tokens,
             num_idle_tokens=schedule.num_idle_tokens,
-            num_sampled_tokens=len(result.sampled),
+            num_sampled_tokens=step.num_sampled_tokens,
+            num_discarded_tokens=step.num_discarded_tokens,
             num_preemptions=len(schedule.preempted),
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,

@@ -232,6 +232,8 @@ class Sequence:
 
     ``token_ids`` holds prompt and output; ``num_computed_tokens`` of them have their KV in ``block_table``. A step
     computes some of ``num_tokens - num_computed_tokens``; when the difference closes, a new token is sampled.
+    The host may run ahead of the device: ``num_in_flight`` entries of launched steps are this sequence's, and
+    ``num_pending_tokens`` of its tokens are sampled by such steps. They count as tokens; only the device has their ids.
     ``order`` is the place of arrival, unique in the engine. ``num_lost_tokens`` counts the leading tokens that had been
     computed before a preemption threw them away. Times are ``time.monotonic`` seconds.
     """
@@ -248,6 +250,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_in_flight: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
@@ -259,15 +263,26 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
+        """Output tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_sampled_tokens(self) -> int:
+        """Output tokens, known or pending: the number of the next one to be sampled."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def ending(self) -> bool:
+        """Whether its last token has been sampled for sure, known or not: more would exceed its length."""
+        return self.num_tokens >= self.max_total_tokens
 
     @property
     def finished(self) -> bool:

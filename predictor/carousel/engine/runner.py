@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from carousel.engine.block_pool import blocks_for
+from carousel.engine.device import Device, Readback
 from carousel.engine.request import Sequence
 from carousel.engine.scheduler import Schedule, ScheduledSequence
 from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
@@ -22,6 +23,8 @@ class DecoderLike(Protocol):
     device: torch.device
 
     def allocate_kv_cache(self, num_blocks: int) -> KVCache: ...
+
+    def reserve_positions(self, length: int) -> None: ...
 
     def forward(
         self,
@@ -43,20 +46,28 @@ class PromptLogits:
 
 @dataclass(slots=True)
 class StepResult:
-    """``logits`` fp32 [R, V]: one row for each of the R ``sampled`` sequences, in that order."""
+    """``logits`` fp32 [R, V]: one row for each of the R ``sampled`` sequences, in that order. The device may still be
+    computing them. ``last_tokens`` int64 [R]: their last tokens, where the sampler needs to know a pending one.
+    ``done``: what to wait for where nothing is sampled, so that the host is never more than a step ahead."""
 
     sampled: list[Sequence]
     logits: torch.Tensor
     prompts: list[PromptLogits]
+    last_tokens: torch.Tensor | None = None
+    done: Readback | None = None
 
 
 class Runner(Protocol):
-    """Executes schedules. The engine thread alone calls it."""
+    """Executes schedules in the order of the calls. The engine thread alone calls it."""
 
-    def run(self, step: Schedule) -> StepResult: ...
+    def run(self, step: Schedule) -> StepResult:
+        """Start a step; need not wait for it. Pending tokens are those of the last :meth:`feed` of their sequence."""
+
+    def feed(self, sequences: list[Sequence], tokens: torch.Tensor) -> None:
+        """Remember on the device what was sampled: ``tokens`` int64 [R], negative where a sequence has failed."""
 
 
-class _BlockTables:
+class BlockTables:
     """The running sequences' block tables as rows of one array, so that a step copies only what changed."""
 
     def __init__(self, max_sequences: int, max_blocks: int) -> None:
@@ -69,8 +80,15 @@ class _BlockTables:
         table = sequence.block_table
         if copied < len(table):
             self._rows[row, copied : len(table)] = table[copied:]
+            self.written(row, copied, len(table))
             self._held[sequence.order] = (row, len(table))
         return row
+
+    def written(self, row: int, first: int, last: int) -> None:
+        """Told of what has changed: ``[row, first:last]``."""
+
+    def blocks(self, rows: list[int], columns: np.ndarray) -> np.ndarray:
+        return self._rows[rows, columns].astype(np.int64)
 
     def gather(self, rows: list[int], max_blocks: int) -> np.ndarray:
         return self._rows[rows, :max_blocks]
@@ -83,40 +101,68 @@ class _BlockTables:
 
 
 class DecoderRunner:
-    """Runs a decoder eagerly on its device.
+    """Runs a decoder on its device, launching every operator of every step.
 
     Args:
         decoder: the model.
         num_blocks: size of the KV pool, in blocks.
         max_sequences: most sequences that may hold blocks at once.
         max_model_len: longest context, in tokens.
+        device: None: the decoder's own.
     """
 
-    def __init__(self, decoder: DecoderLike, num_blocks: int, max_sequences: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        num_blocks: int,
+        max_sequences: int,
+        max_model_len: int,
+        *,
+        device: Device | None = None,
+    ) -> None:
+        self._device = device or Device.of(decoder.device)
         self._decoder = decoder
+        self._last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=decoder.device)  # by block table row
         self._kv_cache = decoder.allocate_kv_cache(num_blocks)
-        self._tables = _BlockTables(max_sequences, blocks_for(max_model_len))
+        self._tables = BlockTables(max_sequences, blocks_for(max_model_len))
 
+    @torch.inference_mode()
     def run(self, step: Schedule) -> StepResult:
         """One forward pass over every token of ``step``."""
-        device = self._decoder.device
-        token_ids, positions, layout = self._flatten(step, device)
+        token_ids, positions, layout = self._flatten(step)
         rows, sampled, wanted = self._logit_rows(step)
-        with torch.inference_mode():
-            logits = self._decoder.forward(
-                token_ids, positions, layout, self._kv_cache, torch.tensor(rows, dtype=torch.int64, device=device)
-            )
+        logit_rows = self._index(rows)
+        logits = self._decoder.forward(token_ids, positions, layout, self._kv_cache, logit_rows)
+        last_tokens = None
+        if self._wants_last_tokens(sampled):
+            last_tokens = token_ids.index_select(0, logit_rows[: len(sampled)])
         prompts, first = [], len(sampled)
         for entry in wanted:
             prompts.append(PromptLogits(entry, logits[first : first + entry.num_new_tokens]))
             first += entry.num_new_tokens
-        return StepResult(sampled, logits[: len(sampled)], prompts)
+        return StepResult(sampled, logits[: len(sampled)], prompts, last_tokens, self._done(sampled))
+
+    @staticmethod
+    def _wants_last_tokens(sampled: list[Sequence]) -> bool:
+        return any(sequence.num_pending_tokens and sequence.sampler.penalised for sequence in sampled)
+
+    def _done(self, sampled: list[Sequence]) -> Readback | None:
+        return None if sampled else self._device.read()
+
+    @torch.inference_mode()
+    def feed(self, sequences: list[Sequence], tokens: torch.Tensor) -> None:
+        """See :meth:`Runner.feed`. A failed sequence's row may run once more: its token must be one to look up."""
+        rows = self._index([self._tables.row(sequence) for sequence in sequences])
+        self._last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
+
+    def _index(self, rows: list[int]) -> torch.Tensor:
+        return self._device.upload(torch.tensor(rows, dtype=torch.int64))
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence's block table is void: it was preempted or has ended."""
         self._tables.forget(sequence)
 
-    def _flatten(self, step: Schedule, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, BatchLayout]:
+    def _flatten(self, step: Schedule) -> tuple[torch.Tensor, torch.Tensor, BatchLayout]:
         entries = step.entries
         token_ids: list[int] = []
         rows: list[int] = []
@@ -136,7 +182,7 @@ class DecoderRunner:
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
 
         def tensor(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values).to(device, non_blocking=True)
+            return self._device.upload(torch.from_numpy(values))
 
         layout = BatchLayout(
             query_start=tensor(query_start.astype(np.int32)),
@@ -147,7 +193,16 @@ class DecoderRunner:
             context_lens_host=context_lens,
             num_decodes=sum(1 for length in query_lens if length == 1),
         )
-        return tensor(np.array(token_ids, dtype=np.int64)), tensor(positions), layout
+        ids = tensor(np.array(token_ids, dtype=np.int64))
+        pending = [i for i, entry in enumerate(entries) if entry.pending]
+        self._insert_pending(ids, [int(query_start[i + 1]) - 1 for i in pending], [rows[i] for i in pending])
+        return ids, tensor(positions), layout
+
+    def _insert_pending(self, token_ids: torch.Tensor, places: list[int], table_rows: list[int]) -> None:
+        """Put the tokens that only the device knows where they belong."""
+        if places:
+            fed = self._last_tokens.index_select(0, self._index(table_rows))
+            token_ids.index_copy_(0, self._index(places), fed)
 
     @staticmethod
     def _logit_rows(step: Schedule) -> tuple[list[int], list[Sequence], list[ScheduledSequence]]:

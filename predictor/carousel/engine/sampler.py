@@ -20,12 +20,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import carousel_kernels as ck
+from carousel.engine.device import Device, Readback
 from carousel.engine.request import SamplingParams, Sequence, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
@@ -163,62 +165,137 @@ class _Plan:
     logprob_counts: list[int] = field(default_factory=list)
 
 
+class _Logprobs:
+    """Log-probabilities on their way from the device. ``chosen`` int64 [R] (negative: unusable row) under the
+    log-softmax of ``raw`` float32 [R, V], with ``counts[r]`` most likely tokens."""
+
+    __slots__ = ("_counts", "_read")
+
+    def __init__(self, device: Device, raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> None:
+        most = min(max(counts), raw.shape[1])
+        self._counts = counts
+        self._read = device.read(chosen, *ck.token_logprobs(raw, chosen, most))
+
+    def wait(self) -> list[TokenLogprob]:
+        chosen, logprobs, ranks, top_ids, top_logprobs = (values.tolist() for values in self._read.wait())
+        found = []
+        for row, (token_id, logprob) in enumerate(zip(chosen, logprobs, strict=True)):
+            if logprob == logprob:
+                count = self._counts[row]
+                top = list(zip(top_ids[row][:count], top_logprobs[row][:count], strict=True))
+                found.append(TokenLogprob(token_id, logprob, ranks[row], top))
+            else:  # NaN
+                found.append(TokenLogprob(token_id, None, 0, []))
+        return found
+
+
+@dataclass(slots=True)
+class Draw:
+    """A batch's next tokens, on their way from the device. ``tokens`` int64 [R] are there; -1: see
+    :class:`SampledToken`."""
+
+    tokens: torch.Tensor
+    read: Readback
+    logprob_rows: list[int] = field(default_factory=list)
+    logprobs: _Logprobs | None = None
+
+    def wait(self) -> list[SampledToken]:
+        """The tokens, in the order of the rows, once the device has them."""
+        tokens = self.read.wait()[0].tolist()
+        found: dict[int, TokenLogprob] = {}
+        if self.logprobs is not None:
+            found = dict(zip(self.logprob_rows, self.logprobs.wait(), strict=True))
+        return [SampledToken(token, found.get(row) if token >= 0 else None) for row, token in enumerate(tokens)]
+
+
+@dataclass(slots=True)
+class PromptDraw:
+    """Log-probabilities of some tokens of a prompt, on their way from the device."""
+
+    parts: list[_Logprobs]
+
+    def wait(self) -> list[TokenLogprob]:
+        return [logprob for part in self.parts for logprob in part.wait()]
+
+
+class SamplerLike(Protocol):
+    """What the loop needs of a sampler."""
+
+    def launch(
+        self, logits: torch.Tensor, sequences: list[Sequence], last_tokens: torch.Tensor | None = None
+    ) -> Draw: ...
+
+    def launch_prompt(self, logits: torch.Tensor, token_ids: list[int], k: int) -> PromptDraw: ...
+
+
 class Sampler:
     """Chooses the next token of every row of a batch. Not thread-safe."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, vocab_size: int, device: Device | torch.device | str) -> None:
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
+        self._device = device if isinstance(device, Device) else Device.of(torch.device(device))
+        self.device = self._device.torch_device
         self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """Choose one token per row. ``logits`` float32 [R, V], row r of ``sequences[r]``; it may be overwritten.
+    def launch(self, logits: torch.Tensor, sequences: list[Sequence], last_tokens: torch.Tensor | None = None) -> Draw:
+        """Choose one token per row, without waiting for the device.
 
         The sequences' samplers are not updated: ``update`` belongs to who appends the token. A row with NaN or
         infinite logits, or with none that is finite, gets token id -1 and disturbs no other row.
+
+        Args:
+            logits: float32 [R, V], row r of ``sequences[r]``; may be overwritten.
+            sequences: of at least one, R; each with at most one pending token.
+            last_tokens: int64 [R], the last token of each sequence; needed where a penalised one's is pending.
 
         Raises:
             ValueError: if the shape of ``logits`` does not fit.
         """
         if logits.shape != (len(sequences), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(sequences), self.vocab_size)}")
-        if not sequences:
-            return []
         plan = self._plan(sequences)
         if plan.plain:
-            return [SampledToken(token, None) for token in _largest(logits)[0].tolist()]
+            tokens = _largest(logits)[0]
+            return Draw(tokens, self._device.read(tokens))
         raw: torch.Tensor | None = None
         if plan.logprob_rows:
             raw = logits if plan.logprob_index is None else logits.index_select(0, plan.logprob_index)
             if raw is logits and plan.adjusts:
                 raw = logits.clone()
-        self._adjust(logits, plan, sequences)
+        self._adjust(logits, plan, sequences, last_tokens)
         tokens, failed = _largest(logits)
         if plan.filters is not None:
             self._draw(logits, plan, plan.filters, sequences, tokens, failed)
-        logprobs: dict[int, TokenLogprob] = {}
+        logprobs = None
         if raw is not None:
             chosen = tokens if plan.logprob_index is None else tokens.index_select(0, plan.logprob_index)
-            found = _logprobs(raw, chosen, plan.logprob_counts)
-            logprobs = dict(zip(plan.logprob_rows, found, strict=True))
-        return [
-            SampledToken(token, logprobs.get(row) if token >= 0 else None) for row, token in enumerate(tokens.tolist())
-        ]
+            logprobs = _Logprobs(self._device, raw, chosen, plan.logprob_counts)
+        return Draw(tokens, self._device.read(tokens), plan.logprob_rows, logprobs)
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        """:meth:`launch`, and wait; none for no rows."""
+        if not sequences and not len(logits):
+            return []
+        return self.launch(logits, sequences).wait()
 
     @torch.inference_mode()
-    def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], k: int) -> list[TokenLogprob]:
+    def launch_prompt(self, logits: torch.Tensor, token_ids: list[int], k: int) -> PromptDraw:
         """Log-probabilities of known tokens: row p of ``logits`` float32 [P, V] is the prediction of ``token_ids[p]``.
 
         ``k`` most likely tokens are listed with each. Where the row holds NaN, logprob is None, rank 0, nothing listed.
         """
         step = max(1, _PROMPT_SLICE // self.vocab_size)
-        found: list[TokenLogprob] = []
+        parts = []
         for start in range(0, len(token_ids), step):
             part = token_ids[start : start + step]
-            chosen = torch.tensor(part, dtype=torch.int64, device=logits.device)
-            found += _logprobs(logits[start : start + len(part)], chosen, [k] * len(part))
-        return found
+            chosen = self._tensor(part, torch.int64)
+            parts.append(_Logprobs(self._device, logits[start : start + len(part)], chosen, [k] * len(part)))
+        return PromptDraw(parts)
+
+    def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], k: int) -> list[TokenLogprob]:
+        """:meth:`launch_prompt`, and wait."""
+        return self.launch_prompt(logits, token_ids, k).wait()
 
     def _plan(self, sequences: list[Sequence]) -> _Plan:
         key = tuple([sequence.sampler.uid for sequence in sequences])
@@ -265,7 +342,9 @@ class Sampler:
         plan.logprob_counts = [params[row].logprobs or 0 for row in plan.logprob_rows]
         return plan
 
-    def _adjust(self, logits: torch.Tensor, plan: _Plan, sequences: list[Sequence]) -> None:
+    def _adjust(
+        self, logits: torch.Tensor, plan: _Plan, sequences: list[Sequence], last_tokens: torch.Tensor | None
+    ) -> None:
         """Bias, guard and penalties, in place, touching only the logits that change."""
         if plan.bias is not None:
             where, values = plan.bias
@@ -273,13 +352,13 @@ class Sampler:
         if plan.guarded_rows:
             self._guard(logits, plan, sequences)
         if plan.penalised_rows:
-            self._penalise(logits, plan, sequences)
+            self._penalise(logits, plan, sequences, last_tokens)
 
     def _guard(self, logits: torch.Tensor, plan: _Plan, sequences: list[Sequence]) -> None:
         now = [
             row
             for row in plan.guarded_rows
-            if sequences[row].num_output_tokens < sequences[row].sampler.params.min_tokens
+            if sequences[row].num_sampled_tokens < sequences[row].sampler.params.min_tokens
         ]
         if now != plan.guarded_now:
             pairs = [(row, token) for row in now for token in sequences[row].sampler.guarded_ids]
@@ -288,21 +367,35 @@ class Sampler:
         if plan.guard is not None:
             logits[plan.guard[0], plan.guard[1]] = float("-inf")
 
-    def _penalise(self, logits: torch.Tensor, plan: _Plan, sequences: list[Sequence]) -> None:
+    def _penalise(
+        self, logits: torch.Tensor, plan: _Plan, sequences: list[Sequence], last_tokens: torch.Tensor | None
+    ) -> None:
+        """Penalise what is in the known output and, for the repetition penalty, in the prompt; then, with what the
+        device alone knows, each row's pending token, which the host cannot have counted."""
         found = [sequences[row].sampler.penalty_counts() for row in plan.penalised_rows]
         lengths = [len(ids) for ids, _ in found]
-        counts = np.concatenate([count for _, count in found])
-        if not len(counts):
+        owners = np.repeat(np.arange(len(found)), lengths)
+        upload = self._device.upload
+        rows = upload(torch.from_numpy(np.array(plan.penalised_rows)[owners]))
+        ids = upload(torch.from_numpy(np.concatenate([ids for ids, _ in found])))
+        counts = upload(torch.from_numpy(np.concatenate([count for _, count in found])))
+        penalties = self._tensor_of(plan.penalties[:, owners])
+        waiting = [n for n, row in enumerate(plan.penalised_rows) if sequences[row].num_pending_tokens]
+        if not waiting:
+            logits[rows, ids] = _penalised(logits[rows, ids], penalties, counts)
             return
-        repetition, presence, frequency = np.repeat(plan.penalties, lengths, axis=1)
-        rows = torch.from_numpy(np.repeat(np.array(plan.penalised_rows), lengths)).to(self.device)
-        ids = torch.from_numpy(np.concatenate([ids for ids, _ in found])).to(self.device)
-        subtrahend = torch.from_numpy(frequency * counts + presence * (counts > 0)).to(self.device)
-        values = logits[rows, ids]
-        if plan.penalties[0].max() != 1.0 or plan.penalties[0].min() != 1.0:
-            factor = torch.from_numpy(repetition).to(self.device)
-            values = torch.where(values > 0, values / factor, values * factor)
-        logits[rows, ids] = values - subtrahend
+        if last_tokens is None:
+            raise AssertionError("a penalised sequence's last token is pending, and nobody says where it is")
+        penalised = self._tensor(plan.penalised_rows, torch.int64)
+        last = last_tokens.index_select(0, penalised)
+        owner = upload(torch.from_numpy(owners))
+        seen = torch.zeros(len(found), device=self.device)
+        seen.index_add_(0, owner, torch.where(ids == last.index_select(0, owner), counts, 0.0))
+        chosen = self._tensor(waiting, torch.int64)
+        where = penalised[chosen], last[chosen]
+        values = _penalised(logits[where], self._tensor_of(plan.penalties)[:, chosen], seen[chosen] + 1.0)
+        logits[rows, ids] = _penalised(logits[rows, ids], penalties, counts)
+        logits[where] = values
 
     def _draw(
         self,
@@ -318,7 +411,7 @@ class Sampler:
         if logits.device.type != "cpu" or bool(failed.any()):
             logits.masked_fill_(failed.unsqueeze(1), 0.0)
         index = plan.random_index
-        positions = [sequences[row].num_output_tokens for row in plan.random_rows]
+        positions = [sequences[row].num_sampled_tokens for row in plan.random_rows]
         rows = logits if index is None else logits.index_select(0, index)
         drawn = ck.sample(rows, *filters, self._tensor(positions, torch.int64))
         if index is None:
@@ -329,8 +422,11 @@ class Sampler:
     def _index(self, rows: list[int], num_rows: int) -> torch.Tensor | None:
         return None if len(rows) == num_rows else self._tensor(rows, torch.int64)
 
+    def _tensor_of(self, values: Floats) -> torch.Tensor:
+        return self._device.upload(torch.from_numpy(np.ascontiguousarray(values)))
+
     def _tensor(self, values: list[int] | list[float] | list[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+        return self._device.upload(torch.tensor(values, dtype=dtype))
 
 
 def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,40 +443,15 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.masked_fill(failed, -1), failed
 
 
-def _top(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and token ids [R, k] of each row's largest logits, best first: those of the k blocks that hold them."""
-    block = _block(logits)
-    if not block or k * block * 4 > logits.shape[1]:
-        return logits.topk(k, dim=-1)
-    blocks = logits.reshape(len(logits), -1, block).amax(dim=-1).topk(k, dim=-1).indices
-    ids = (blocks.unsqueeze(2) * block + torch.arange(block, device=logits.device)).flatten(1)
-    values, best = logits.gather(1, ids).topk(k, dim=-1)
-    return values, ids.gather(1, best)
-
-
 def _block(logits: torch.Tensor) -> int:
     """A block size that divides the vocabulary, 0 if it has none worth it; those in use have."""
     block = math.gcd(logits.shape[1], 256)
     return block if block >= 32 and logits.shape[1] >= 16 * block else 0
 
 
-def _logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """``chosen`` int64 [R] (negative: unusable row) under the log-softmax of ``raw`` float32 [R, V], with ``counts[r]``
-    most likely tokens."""
-    total = raw.logsumexp(dim=-1)
-    value = raw.gather(1, chosen.clamp(min=0).unsqueeze(1))
-    ranks = ((raw > value).sum(dim=-1, dtype=torch.int32) + 1).tolist()
-    logprobs = (value.squeeze(1) - total).tolist()
-    tops: list[list[tuple[int, float]]] = [[] for _ in counts]
-    most = min(max(counts), raw.shape[1])
-    if most:
-        values, ids = _top(raw, most)
-        pairs = zip(ids.tolist(), (values - total.unsqueeze(1)).tolist(), counts, strict=True)
-        tops = [list(zip(token_ids[:k], lps[:k], strict=True)) for token_ids, lps, k in pairs]
-    found = []
-    for token_id, logprob, rank, top in zip(chosen.tolist(), logprobs, ranks, tops, strict=True):
-        if logprob == logprob:
-            found.append(TokenLogprob(token_id, logprob, rank, top))
-        else:  # NaN
-            found.append(TokenLogprob(token_id, None, 0, []))
-    return found
+def _penalised(values: torch.Tensor, penalties: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Logits [n] of tokens that are ``counts`` [n] times in the output; penalties [3, n]: repetition, presence and
+    frequency."""
+    repetition, presence, frequency = penalties
+    scaled = torch.where(values > 0, values / repetition, values * repetition)
+    return scaled.sub(frequency * counts + presence * (counts > 0))

@@ -14,6 +14,11 @@ Rules, in the order in which :meth:`Scheduler.schedule` applies them:
    (re)admitted computes its prompt and some tokens before a new preemption can happen, and preemption cannot thrash.
 3. A sequence whose next prompt block is being computed by a running one steps aside until it can share it.
 
+The host may be a step ahead of the device: a schedule is made while the step before is in flight and its tokens are not
+known. Steps run in the order of their launch, so what a launched step computes counts as computed, and each sequence is
+taken to go on. Where that turns out wrong its row has run for nothing. Two things wait for the device: blocks come free
+only when no step in flight may write them, and nobody is preempted while one is (``Schedule.unsettled``).
+
 With ``static`` limits the same scheduler is the baseline it is measured against: a group is admitted only when the last
 one has wholly finished, and the batch is a rectangle until then, as the padded batches of ``generate`` are: its prompts
 are padded to the longest, and rows whose sequences have ended go on computing (Orca's "inactive requests").
@@ -38,8 +43,9 @@ ROW_GRAIN = 16
 number of rows (oneDNN takes 0.4 ms for one), and tensor cores work on tiles of 16."""
 
 MAX_STRETCH = 1.4
-"""Where the decodes alone take longer than the target, prompts may still stretch the step by this factor: streams feel
-it little, and prompts would otherwise crawl."""
+"""By what factor prompts may stretch a step beyond what its decodes take alone, whatever the latency target: streams
+feel it little, and prompts would otherwise crawl. While fewer sequences wait for their first token than are streaming,
+they get no more than that: what a longer chunk saves the few costs every one of the many."""
 
 MIN_CHUNK = 16
 """Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
@@ -50,13 +56,21 @@ class ScheduledSequence:
     """A sequence in a step: its tokens ``[start, start + num_new_tokens)`` are computed now.
 
     ``idle``: computed only because a static batch is a rectangle: the row of a sequence that has ended, or the columns
-    behind a prompt that is shorter than the longest one.
+    behind a prompt that is shorter than the longest one. ``samples``: the last token is among them, so that a next one
+    comes out of this step. ``pending``: the id of that last token is not known to the host.
     """
 
     sequence: Sequence
     start: int
     num_new_tokens: int
     idle: bool = False
+    samples: bool = field(init=False)
+    pending: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Facts of the moment of scheduling: the sequence moves on.
+        self.samples = not self.idle and self.end == self.sequence.num_tokens
+        self.pending = not self.idle and self.end > len(self.sequence.token_ids)
 
     @property
     def end(self) -> int:
@@ -64,19 +78,17 @@ class ScheduledSequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to compute; padding is token 0."""
+        """The tokens to compute; padding is token 0, and so is a pending token's place."""
         known = self.sequence.token_ids[self.start : self.end]
         return known if len(known) == self.num_new_tokens else known + [0] * (self.num_new_tokens - len(known))
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last known token is among them, so that a next one comes out of this step."""
-        return self.end == self.sequence.num_tokens and not self.idle
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step. Entries with exactly one new token come first. ``admitted`` and ``preempted`` changed state in it."""
+    """One step. Entries with exactly one new token come first. ``admitted`` and ``preempted`` changed state in it.
+
+    ``unsettled``: somebody went without who needs a preemption, and will get it once no step is in flight.
+    """
 
     entries: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -86,6 +98,7 @@ class Schedule:
     num_recomputed_tokens: int = 0
     num_idle_tokens: int = 0
     num_attended: int = 0
+    unsettled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -121,6 +134,8 @@ class Scheduler:
         self.cost_model = cost_model or StepCostModel()
         self.running: list[Sequence] = []
         self.idle: list[Sequence] = []  # ended, but still part of a static batch
+        self.leaving: list[Sequence] = []  # ended, but a step in flight may still write their blocks
+        self._num_in_flight = 0
         self._width = 0  # the longest prompt of a static batch, to which the others are padded
         self._padding: dict[int, int] = {}  # sequence.order -> columns of padding that are not computed yet
         self.cache_queries = 0
@@ -135,7 +150,8 @@ class Scheduler:
         self.policy.push(sequence)
 
     def remove(self, sequence: Sequence, *, abandoned: bool = False) -> None:
-        """A sequence has ended, wherever it stood. Its blocks are free at once.
+        """A sequence has ended, wherever it stood. Its seat is free at once, and its blocks once no step in flight may
+        write them.
 
         Only in a static batch, unless it was ``abandoned``, do they stay until the group has wholly finished.
         """
@@ -156,6 +172,9 @@ class Scheduler:
                 self._release(self.idle.pop())
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.num_in_flight:
+            self.leaving.append(sequence)
+            return
         self.pool.release(sequence.block_table)
         sequence.block_table.clear()
         self._padding.pop(sequence.order, None)
@@ -177,11 +196,14 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> Schedule:
-        """Choose the next step, giving its sequences the blocks they need. Never empty while anything is live."""
+        """Choose the next step, giving its sequences the blocks they need.
+
+        Never empty while anything is live, unless steps are in flight: then all may depend on what comes out of them.
+        """
         step = Schedule()
         self.running.sort(key=self.policy.key)
         budget = self._schedule_running(step)
-        if not step.preempted:
+        if not step.preempted and not step.unsettled:
             self._schedule_waiting(step, budget)
         step.entries.sort(key=lambda entry: entry.num_new_tokens != 1)
         return step
@@ -189,7 +211,7 @@ class Scheduler:
     def _schedule_running(self, step: Schedule) -> int:
         """Rule 1. Returns the prompt tokens that are left of the budget."""
         for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1 and s.order not in self._padding]:
-            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, step):
+            if sequence.status is SequenceStatus.RUNNING and not sequence.ending and self._grow(sequence, step):
                 self._enter(step, sequence, 1)
         for sequence in self.idle:
             step.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens - 1, 1, idle=True))
@@ -202,13 +224,17 @@ class Scheduler:
         return budget
 
     def _grow(self, sequence: Sequence, step: Schedule) -> bool:
-        """Give a decode the block that its next token needs, preempting from the worst end. False: it went itself."""
+        """Give a decode the block that its next token needs, preempting from the worst end. False: it went itself, or
+        must wait until somebody can be preempted."""
         needed = blocks_for(sequence.num_tokens) - len(sequence.block_table)
         while needed > 0:
             blocks = self.pool.allocate(needed)
             if blocks is not None:
                 sequence.block_table += blocks
                 break
+            if self._num_in_flight:
+                step.unsettled = True
+                return False
             if self.idle:
                 self._release(self.idle.pop())  # memory for the living before the shape of the batch
                 continue
@@ -237,7 +263,9 @@ class Scheduler:
             # The chunk most likely to run is the best running one's; its context makes the estimate.
             context = next((s.num_computed_tokens for s in self.running if s.num_uncomputed_tokens > 1), 0)
             decodes_s = self.cost_model.predict(step.num_tokens, step.num_attended)
-            target_s = max(limits.target_step_s, MAX_STRETCH * decodes_s)
+            num_prompts = len(self.running) - step.num_decode_tokens + len(self.policy)
+            stretched_s = MAX_STRETCH * decodes_s
+            target_s = stretched_s if num_prompts < step.num_decode_tokens else max(limits.target_step_s, stretched_s)
             fits = self.cost_model.max_chunk(target_s, step.num_tokens, step.num_attended, context, budget)
             budget = min(budget, max(fits, MIN_CHUNK))
         if budget >= 2 * ROW_GRAIN:
@@ -347,6 +375,9 @@ class Scheduler:
                 cached = self.pool.find(sequence.block_hashes[: self._shareable_blocks(sequence)])
         total = blocks_for(sequence.num_tokens)
         victims = self._victims(sequence, total - len(cached) + self.pool.num_revived(cached))
+        if victims and self._num_in_flight:
+            step.unsettled = True
+            return False
         if victims is None:
             return False
         self.pool.share(cached)  # before the victims' blocks come free: they may be the same
@@ -406,25 +437,47 @@ class Scheduler:
                 break
         self._preempt(victim, step)
 
-    # ---- after the step
+    # ---- after the schedule
 
-    def commit(self, step: Schedule) -> None:
-        """The step has run: its tokens are computed, and blocks that became full can be found by others."""
+    def launched(self, step: Schedule) -> None:
+        """The step is on its way, and whatever is launched from now on runs after it.
+
+        So its tokens count as computed, the ones it samples as there, and blocks that became full can be found.
+        """
+        self._num_in_flight += 1
         for entry in step.entries:
             sequence = entry.sequence
-            if entry.idle or sequence.status is not SequenceStatus.RUNNING:
-                continue
-            sequence.num_computed_tokens = entry.end
-            # What is computed again after a preemption is the engine's fault and not charged.
-            first_new = max(entry.start, sequence.num_lost_tokens)
-            prompt_tokens = max(0, min(entry.end, sequence.num_prompt_tokens) - first_new)
-            self.policy.charge(sequence, prompt_tokens, 1 if entry.samples else 0)
-            if self.limits.prefix_caching:
-                self._name_full_blocks(sequence, entry.start)
+            sequence.num_in_flight += 1
+            if not entry.idle:
+                sequence.num_computed_tokens = entry.end
+                sequence.num_pending_tokens += entry.samples
+                self._name_full_blocks(sequence, entry.start, entry.end)
 
-    def _name_full_blocks(self, sequence: Sequence, start: int) -> None:
-        first, last = start // BLOCK_SIZE, sequence.num_computed_tokens // BLOCK_SIZE
-        if last > first:
+    def collected(self, step: Schedule) -> None:
+        """The step, the oldest in flight, has run. Whatever ids it sampled are about to be known."""
+        self._num_in_flight -= 1
+        for entry in step.entries:
+            sequence = entry.sequence
+            sequence.num_in_flight -= 1
+            sequence.num_pending_tokens -= entry.samples
+            if sequence.status is SequenceStatus.RUNNING and not entry.idle:
+                # What is computed again after a preemption is the engine's fault and not charged.
+                first_new = max(entry.start, sequence.num_lost_tokens)
+                prompt_tokens = max(0, min(entry.end, sequence.num_prompt_tokens) - first_new)
+                self.policy.charge(sequence, prompt_tokens, 1 if entry.samples else 0)
+            elif not sequence.num_in_flight and sequence in self.leaving:
+                self.leaving.remove(sequence)
+                self._release(sequence)
+
+    def known(self, sequence: Sequence) -> None:
+        """The id of one more token of a running sequence has become known. A step in flight may have computed it."""
+        last = len(sequence.token_ids)
+        self._name_full_blocks(sequence, last - 1, min(last, sequence.num_computed_tokens))
+
+    def _name_full_blocks(self, sequence: Sequence, start: int, end: int) -> None:
+        """Let others find the blocks that become full with the tokens ``[start, end)``, as far as these are known."""
+        first, last = start // BLOCK_SIZE, min(end, len(sequence.token_ids)) // BLOCK_SIZE
+        if last > first and self.limits.prefix_caching:
             extend_hashes(sequence.block_hashes, sequence.token_ids, sequence.request.cache_salt)
             for i in range(first, last):
                 self.pool.name(sequence.block_table[i], sequence.block_hashes[i])

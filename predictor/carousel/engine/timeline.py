@@ -18,7 +18,9 @@ class StepRecord:
     """One iteration of the engine. Times in seconds (``started``: ``time.monotonic``), counts in tokens or sequences.
 
     ``schedule_s``, ``run_s`` and ``sample_s`` are its parts; ``num_recomputed_tokens`` counts tokens that had been
-    computed before and were lost to a preemption; ``num_idle_tokens`` rows that a static batch computed for nothing.
+    computed before and were lost to a preemption; ``num_idle_tokens`` rows that a static batch computed for nothing;
+    ``num_discarded_tokens`` were sampled for sequences that turned out to have ended before. Where the host runs ahead
+    of the device a step's time begins with the end of the step before, and ``sample_s`` is part of ``run_s``.
     """
 
     index: int
@@ -36,6 +38,7 @@ class StepRecord:
     num_running: int
     num_waiting: int
     num_idle_tokens: int = 0
+    num_discarded_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -100,13 +103,14 @@ class EngineStats:
 
     ``num_requests_*`` count requests, ``num_sequences_*`` choices. ``finished`` maps each finish reason to a count of
     requests, ``refusals`` each reason to its part of ``rejected``. ``queue_seconds`` estimates how long a request that
-    arrives now would wait.
+    arrives now would wait. ``num_tokens_running`` is what the live sequences' KV blocks hold, rounded up to blocks.
     """
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_sequences_running: int = 0
     num_tokens_waiting: int = 0
+    num_tokens_running: int = 0
     oldest_wait_s: float = 0.0
     queue_seconds: float = 0.0
     admitted: int = 0

@@ -18,7 +18,7 @@ from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 
 from .families import DecoderConfig
 from .rope import RopeConfig, cos_sin_table
-from .weights import TensorSource, Weights, trim_heap
+from .weights import DecoderWeights, Linear, TensorSource, Weights, trim_heap
 
 KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Per layer K and V, each [num_blocks, 16, Hkv, D]."""
@@ -57,7 +57,7 @@ class _Layer:
         "window",
     )
 
-    def __init__(self, index: int, weights: Weights) -> None:
+    def __init__(self, index: int, weights: DecoderWeights) -> None:
         config = weights.config
         name = f"layers.{index}."
         hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
@@ -130,20 +130,27 @@ class _Layer:
         return x, residual
 
 
-def _linear(weights: Weights, name: str, rows: int, columns: int, bias: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _linear(weights: DecoderWeights, name: str, rows: int, columns: int, bias: bool) -> Linear:
     """A projection back into the residual stream, with the branch's multiplier folded in."""
     scale = weights.config.residual_scale
-    weight = weights.tensor(f"{name}.weight", (rows, columns), scale=scale)
-    return ck.prepare_linear(weight, weights.tensor(f"{name}.bias", (rows,), scale=scale) if bias else None)
+
+    def read() -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = weights.tensor(f"{name}.weight", (rows, columns), scale=scale)
+        return weight, weights.tensor(f"{name}.bias", (rows,), scale=scale) if bias else None
+
+    return weights.linear(name, (rows, columns), read)
 
 
 def _fused_linear(
-    weights: Weights, whole: str, parts: list[tuple[str, int]], columns: int, bias: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight = weights.fused(f"{whole}.weight", [(f"{part}.weight", n) for part, n in parts], columns)
-    if not bias:
-        return ck.prepare_linear(weight, None)
-    return ck.prepare_linear(weight, weights.fused(f"{whole}.bias", [(f"{part}.bias", n) for part, n in parts], None))
+    weights: DecoderWeights, whole: str, parts: list[tuple[str, int]], columns: int, bias: bool
+) -> Linear:
+    def read() -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = weights.fused(f"{whole}.weight", [(f"{part}.weight", n) for part, n in parts], columns)
+        if not bias:
+            return weight, None
+        return weight, weights.fused(f"{whole}.bias", [(f"{part}.bias", n) for part, n in parts], None)
+
+    return weights.linear(whole, (sum(n for _, n in parts), columns), read)
 
 
 class Decoder:
@@ -151,7 +158,8 @@ class Decoder:
 
     Args:
         config: the family's settings.
-        source: the checkpoint's tensors; each is read once, straight into its place.
+        source: the checkpoint's tensors; each is read once, straight into its place. Or where else its weights come
+            from, whose device and dtype hold then.
         device, dtype: where and in what the weights and activations are. Logits are float32 always.
         max_model_len: the longest context that will be served, in tokens; None: ``config.default_model_len``. It
             fixes the frequencies of length-dependent RoPE (see ``rope``).
@@ -163,17 +171,17 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        source: TensorSource,
+        source: TensorSource | DecoderWeights,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         *,
         max_model_len: int | None = None,
     ) -> None:
+        weights = source if isinstance(source, DecoderWeights) else Weights(source, config, torch.device(device), dtype)
         self.config = config
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.device = weights.device
+        self.dtype = weights.dtype
         self.max_model_len = max_model_len or config.default_model_len
-        weights = Weights(source, config, self.device, dtype)
         table = (config.vocab_size, config.hidden_size)
         self._embedding = weights.tensor("embed_tokens.weight", table)
         self._layers = []
@@ -184,15 +192,17 @@ class Decoder:
         one = 1.0 if config.norm_offset else 0.0
         scale = config.logit_scale
         self._norm = weights.tensor("norm.weight", (config.hidden_size,), scale=scale, offset=one * scale)
-        head = self._embedding if config.tie_word_embeddings else weights.tensor("lm_head.weight", table)
-        self._head = ck.prepare_linear(head, None)
+        self._head = weights.linear("lm_head", table, lambda: (self._head_table(weights, table), None))
         weights.finish()
         trim_heap()
         self.weight_bytes = weights.bytes
-        """Bytes of all parameters, a tied table counted once."""
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        """Bytes of all parameters; a tied table counts once, or twice where the output layer is a quantised copy."""
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._rope_rows = 0
         self.reserve_positions(min(self.max_model_len, _FIRST_ROPE_ROWS))
+
+    def _head_table(self, weights: DecoderWeights, shape: tuple[int, int]) -> torch.Tensor:
+        return self._embedding if self.config.tie_word_embeddings else weights.tensor("lm_head.weight", shape)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -244,6 +244,9 @@ class GGUFSource:
     def where(self, name: str) -> str:
         return str(self._raw[self._names[name]][0].path)
 
+    def files(self) -> list[Path]:
+        return [file.path for file in self._files]
+
     def rope_divisors(self, kind: str) -> list[float]:
         """The tensor rope_<kind>, [rotary_dim / 2], or an empty list."""
         name = f"rope_{kind}.weight"

@@ -17,6 +17,8 @@ from .decoder import Decoder
 from .errors import ModelLoadError, UnsupportedModel
 from .families import DecoderConfig, decoder_config
 from .gguf import GGUFSource, hf_config, split_files
+from .prepared import PreparedStore
+from .quantization import quantized_decoder, scheme_of
 from .tokenizer import Tokenizer, load_gguf_tokenizer, load_tokenizer, read_json
 from .weights import TensorSource, open_safetensors
 
@@ -48,6 +50,8 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
+    quantization: str = "none",
+    cache_dir: Path | str | None = None,
     max_model_len: int | None = None,
     log: Callable[[str], None] = _log.info,
 ) -> LoadedModel:
@@ -57,6 +61,8 @@ def load_model(
         path: where it lies. Any part of a split GGUF stands for all.
         device: where the weights go.
         dtype: "float32", "bfloat16", "float16" or "auto": float32 on the CPU, bfloat16 elsewhere.
+        quantization: "none", "int8" (linear layers in 8 bits, on the CPU only) or "auto": none.
+        cache_dir: where prepared weights and measurements are kept; it may be read-only. None: nowhere.
         max_model_len: the longest context to serve, in tokens; None for the model's own. Beyond the model's
             original length it stretches RoPE where that depends on the length (dynamic, longrope).
         log: receives one line on what was loaded.
@@ -64,18 +70,26 @@ def load_model(
     Raises:
         ModelLoadError: naming the file, the cause and what to try.
         UnsupportedModel (a ModelLoadError): naming the architecture and the supported ones.
-        ValueError: an unknown ``dtype``.
+        ValueError: an unknown ``dtype``; or a ``quantization`` that is unknown, or does not run on the device.
     """
     started = time.monotonic()
     path, device = Path(path), torch.device(device)
     torch_dtype = _dtype(dtype, device)
+    scheme = scheme_of(quantization, device)
+    store = PreparedStore(cache_dir) if cache_dir is not None else None
     file = _find_gguf(path)
     with _damage(file or path):
         config, source, tokenizer, defaults = _read_directory(path) if file is None else _read_gguf(file)
-    decoder = Decoder(config, source, device, torch_dtype, max_model_len=max_model_len)
+    measured = store.restore_choices() if store else {}
+    if scheme == "none":
+        decoder, how = Decoder(config, source, device, torch_dtype, max_model_len=max_model_len), ""
+    else:
+        decoder, how = quantized_decoder(config, source, torch_dtype, scheme, store, max_model_len)
+    if store is not None:
+        store.save_choices(measured)
     log(
         f"loaded {config.architecture} from {path} in {time.monotonic() - started:.2f} s: "
-        f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}"
+        f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}{how}"
     )
     return LoadedModel(decoder, tokenizer, defaults, config.architecture, path, decoder.max_model_len)
 

@@ -13,11 +13,13 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+import carousel_kernels as ck
 
 from .errors import ModelLoadError
 from .families import DecoderConfig
@@ -35,6 +37,9 @@ class TensorSource(Protocol):
 
     def where(self, name: str) -> str:
         """The file that holds the tensor, for messages."""
+
+    def files(self) -> Sequence[Path]:
+        """All files that hold tensors; none for what is in memory only."""
 
     def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
         """Write tensor * scale + offset, computed in float32, into ``out``: same shape, any float dtype and device."""
@@ -63,6 +68,9 @@ class DictSource:
 
     def where(self, name: str) -> str:
         return "memory"
+
+    def files(self) -> list[Path]:
+        return []
 
     def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
         copy_rows(self._tensors[name], out, scale, offset)
@@ -228,6 +236,9 @@ class SafetensorsSource:
     def where(self, name: str) -> str:
         return str(self._files[name].path)
 
+    def files(self) -> list[Path]:
+        return sorted({file.path for file in self._files.values()})
+
     def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
         self._files[name].read(self._names[name], out, scale, offset)
 
@@ -281,7 +292,47 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Weights:
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DecoderWeights:
+    """Where a decoder gets its tensors and linear layers from, by canonical names.
+
+    Attributes:
+        config: gives the sizes that the tensors must have.
+        device, dtype: of every tensor handed out.
+        bytes: of all that was handed out.
+    """
+
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.bytes = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
+        """The tensor * scale + offset. ModelLoadError, naming it and its file, if missing or of another shape."""
+        raise NotImplementedError
+
+    def fused(self, whole: str, parts: Sequence[tuple[str, int]], columns: int | None) -> torch.Tensor:
+        """Tensors stacked along dimension 0: ``whole`` if the checkpoint has it fused already, else the parts.
+
+        ``parts`` are (name, rows); ``columns`` is None for biases.
+        """
+        raise NotImplementedError
+
+    def linear(
+        self, name: str, shape: tuple[int, int], read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> Linear:
+        """A layer of a weight of this shape [N, K], prepared for the hot path. ``read`` gives weight and bias, from
+        here, in case they are needed."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """ModelLoadError if there are tensors that the decoder does not know: ignoring them would be wrong."""
+
+
+class Weights(DecoderWeights):
     """Hands the decoder its tensors from a source, fused, and in the end tells what was left over.
 
     Args:
@@ -291,16 +342,12 @@ class Weights:
     """
 
     def __init__(self, source: TensorSource, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.config = config
-        self.device = device
-        self.dtype = dtype
-        self.bytes = 0
+        super().__init__(config, device, dtype)
         self._source = source
         self._shapes = source.shapes()
         self._used: set[str] = set()
 
     def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
-        """The tensor * scale + offset. ModelLoadError, naming it and its file, if missing or of another shape."""
         self._check(name, shape)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._fill(name, out, scale, offset)
@@ -308,10 +355,6 @@ class Weights:
         return out
 
     def fused(self, whole: str, parts: Sequence[tuple[str, int]], columns: int | None) -> torch.Tensor:
-        """Tensors stacked along dimension 0: ``whole`` if the checkpoint has it fused already, else the parts.
-
-        ``parts`` are (name, rows); ``columns`` is None for biases.
-        """
         rows = sum(count for _, count in parts)
         tail = () if columns is None else (columns,)
         if whole in self._shapes:
@@ -325,6 +368,11 @@ class Weights:
             at += count
         self.bytes += out.nbytes
         return out
+
+    def linear(
+        self, name: str, shape: tuple[int, int], read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> Linear:
+        return ck.prepare_linear(*read())
 
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
         """Before anything is allocated for it: a config may ask for any size, a file has only its own."""
@@ -348,7 +396,6 @@ class Weights:
         self._used.add(name)
 
     def finish(self) -> None:
-        """ModelLoadError if the checkpoint has tensors that the decoder does not know: ignoring them would be wrong."""
         known = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
         left = sorted(set(self._shapes) - self._used - known)
         if left:

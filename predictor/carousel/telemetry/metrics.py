@@ -184,6 +184,7 @@ class EngineMetrics:
             ("num_requests_waiting", "Requests in the queue.", stats.num_requests_waiting),
             ("num_sequences_running", "Sequences (choices) in the batch.", stats.num_sequences_running),
             ("num_tokens_waiting", "Tokens that waiting requests still have to compute.", stats.num_tokens_waiting),
+            ("num_tokens_running", "Tokens that the batch holds in KV blocks.", stats.num_tokens_running),
             ("oldest_wait_seconds", "How long the oldest waiting request has waited.", stats.oldest_wait_s),
             ("estimated_queue_seconds", "How long a request that arrives now would wait.", stats.queue_seconds),
             ("requests_live", "Requests in the engine, running or waiting.", stats.live),

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "parallel.h"
+
 #define EXPORT __attribute__((visibility("default")))
 #define ABI_VERSION 1
 
@@ -160,7 +162,7 @@ EXPORT int carousel_init(void *parallel, int max_bits) {
 
 EXPORT int carousel_abi(void) { return ABI_VERSION; }
 
-static void run(void (*work)(void *), void *job, int threads) {
+void carousel_run(void (*work)(void *), void *job, int threads) {
     if (threads > 1 && gomp_parallel != NULL)
         gomp_parallel(work, job, (unsigned)threads, 0);
     else
@@ -189,7 +191,7 @@ static void run_rows(rows_operator operator, const void *arguments, int64_t rows
     if (rows * width < SMALL_JOB) threads = 1;
     const int64_t step = threads > 1 ? (rows + 4 * threads - 1) / (4 * threads) : rows;
     struct rows_job job = {operator, arguments, rows, step, 0};
-    if (rows > 0) run(take_rows, &job, threads);
+    if (rows > 0) carousel_run(take_rows, &job, threads);
 }
 
 /* x [rows / inner, inner, width], inner rows adjacent, -> out, dense. */
@@ -351,7 +353,7 @@ EXPORT int carousel_attention(const struct carousel_batch *batch, const struct c
     if (batch->decodes < batch->sequences)
         job.count = plan_chunks(a, batch->decodes, batch->sequences, threads, job.items);
     job.count += plan_decodes(a, batch->decodes, threads, job.items + job.count);
-    run(take_items, &job, job.count > 1 ? threads : 1);
+    carousel_run(take_items, &job, job.count > 1 ? threads : 1);
     free(job.items);
     return 0;
 }

@@ -1,0 +1,1 @@
+"""How close the operators come to the device's memory: ``python -m carousel_kernels.bench``."""

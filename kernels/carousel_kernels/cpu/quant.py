@@ -1,0 +1,233 @@
+"""Linear layers with 8-bit weights, by whichever implementation is fastest on this CPU at each number of rows.
+
+``native`` is this package's own kernel (``native/quant.c``): one call quantises the activations and multiplies, for one
+row at the speed of memory, for many near what the dot-product instructions give. ``onednn`` is what PyTorch ships for
+it, which has AMX; ``torch`` is a product of integer matrices, available everywhere. All add exactly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from carousel_kernels.int8_weights import (
+    BLOCK_COLUMNS,
+    RESTS,
+    QuantizedWeight,
+    quantize_rows,
+    quantize_rows_wide,
+)
+
+from . import native, timing
+
+__all__ = ["NAMES", "Choice", "chosen", "prepare_quantized_linear", "remember"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+Choice = tuple[tuple[int, str], ...]
+"""(rows, implementation) pairs: from how many rows on which is used; the first is from 1."""
+
+_ROWS = (1, 4, 16, 64, 256)
+_ODD_ROWS = (3, 37)
+_MAX_TIMED_ELEMENTS = 2_000_000
+_SECOND_COPY_GAIN = 0.85  # a second copy of the weights must make the mean time this much shorter
+
+_choices: dict[tuple[int, int, bool], Choice] = {}
+_lock = threading.Lock()
+
+
+class _Layer(ctypes.Structure):
+    """``struct carousel_quant_layer`` of quant.c."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("shifts", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("wide", ctypes.c_int64),
+    )
+
+
+def _native(weight: QuantizedWeight, wide: bool) -> Linear:
+    library = native.library()
+    if library is None:
+        raise NotImplementedError("there is no compiled library")
+    bias = None if weight.bias is None else weight.bias.data_ptr()
+    tensors = weight.codes.data_ptr(), weight.scales.data_ptr(), weight.shifts.data_ptr()
+    layer = _Layer(*tensors, bias, weight.columns, weight.inputs, int(wide))
+    address, columns, call = ctypes.addressof(layer), weight.columns, library.carousel_quant_linear
+    keep = (layer, weight)  # whose memory the address is of
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        assert keep
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape[0], columns)
+        if call(address, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), torch.get_num_threads()):
+            raise MemoryError(f"no memory to quantise {x.shape[0]} rows")
+        return out
+
+    return linear
+
+
+def _finish(
+    sums: torch.Tensor, row_scales: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    out = sums.to(torch.float32) * scales * row_scales.unsqueeze(1)
+    return out if bias is None else out.add_(bias)
+
+
+def _from_product(weight: QuantizedWeight, wide: bool, product: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
+    """A layer from a function that multiplies int8 codes [T, K] with the layer's, exactly up to a float32."""
+    scales, bias = weight.scales[: weight.columns], None if weight.bias is None else weight.bias[: weight.columns]
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        if wide:
+            codes, rests, row_scales = quantize_rows_wide(x)
+            whole, rest = product(torch.cat([codes, rests])).to(torch.float32).chunk(2)
+            return _finish(whole + rest / RESTS, row_scales, scales, bias)
+        codes, row_scales = quantize_rows(x)
+        return _finish(product(codes), row_scales, scales, bias)
+
+    return linear
+
+
+def _onednn(weight: QuantizedWeight, wide: bool) -> Linear:
+    packed = torch.ops.onednn.qlinear_prepack(weight.row_major(), None)
+    ones, zeros = torch.ones(weight.columns), torch.zeros(weight.columns, dtype=torch.int32)
+    multiply = torch.ops.onednn.qlinear_pointwise.default
+
+    def product(codes: torch.Tensor) -> torch.Tensor:
+        # As unsigned bytes, which are the faster of the two in oneDNN; all scales are applied afterwards.
+        shifted = codes.view(torch.uint8).bitwise_xor(128)
+        sums: torch.Tensor = multiply(
+            shifted, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return sums
+
+    return _from_product(weight, wide, product)
+
+
+def _torch(weight: QuantizedWeight, wide: bool) -> Linear:
+    transposed = weight.row_major().t()
+    return _from_product(weight, wide, lambda codes: torch._int_mm(codes, transposed))
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[QuantizedWeight, bool], Linear]] = {
+    "native": _native,
+    "onednn": _onednn,
+    "torch": _torch,
+}
+
+NAMES = tuple(_IMPLEMENTATIONS)
+
+
+def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False, names: Sequence[str] = NAMES) -> Linear:
+    """See ``carousel_kernels.prepare_quantized_linear``; by one of ``names``, or two where that pays.
+
+    Raises:
+        RuntimeError: none of them can be had here.
+    """
+    choice = _choose(weight, names)
+    steps = [(rows, _IMPLEMENTATIONS[name](weight, wide)) for rows, name in choice]
+    few = steps[0][1]
+    if len(steps) == 1:
+        return _any_dtype(few)
+    limit, many = steps[1]
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return few(x) if x.shape[0] < limit else many(x)
+
+    return _any_dtype(linear)
+
+
+def _any_dtype(linear: Linear) -> Linear:
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        return linear(x) if x.dtype is torch.float32 else linear(x.float()).to(x.dtype)
+
+    return converted
+
+
+def chosen() -> dict[tuple[int, int, bool], Choice]:
+    """What was measured to be fastest so far, by (N, K, whether the compiled kernel was a candidate)."""
+    return dict(_choices)
+
+
+def remember(choices: dict[tuple[int, int, bool], Choice]) -> None:
+    """Take these for measured, unless they are already. What this process does not have is left out."""
+    for key, choice in choices.items():
+        known = all(name in _IMPLEMENTATIONS for _, name in choice) and 1 <= len(choice) <= 2 and choice[0][0] == 1
+        if known and (key[2] or all(name != "native" for _, name in choice)):
+            _choices.setdefault(key, choice)
+
+
+def _choose(weight: QuantizedWeight, names: Sequence[str]) -> Choice:
+    if len(names) == 1:
+        return ((1, names[0]),)
+    has_native = "native" in names and native.available()
+    key = (weight.columns, weight.inputs, has_native)
+    with _lock:
+        if key not in _choices:
+            with timing.one_thread():
+                _choices[key] = _measure(weight, [name for name in names if has_native or name != "native"])
+        return _choices[key]
+
+
+def _measure(weight: QuantizedWeight, names: Sequence[str]) -> Choice:
+    """A layer of many elements is measured by its first columns only: the output layer would take a second."""
+    columns = max(BLOCK_COLUMNS, _MAX_TIMED_ELEMENTS // weight.inputs)
+    if columns < weight.columns:
+        columns = columns // BLOCK_COLUMNS * BLOCK_COLUMNS
+        parts = {name: tensor[: columns // BLOCK_COLUMNS] if name == "codes" else tensor[:columns]
+                 for name, tensor in weight.tensors().items()}  # fmt: skip
+        weight = QuantizedWeight.of(parts, columns, weight.inputs)
+    inputs = [torch.rand(rows, weight.inputs) - 0.5 for rows in _ROWS]
+    checks = inputs[:-1] + [torch.rand(rows, weight.inputs) - 0.5 for rows in _ODD_ROWS]
+    codes = weight.row_major().double()
+    expected = [_exact(weight, codes, x) for x in checks]
+    candidates: dict[str, Linear] = {}
+    for name in names:
+        if name == "torch" and candidates:
+            break  # far behind wherever there is another: not worth the time
+        try:
+            linear = _IMPLEMENTATIONS[name](weight, False)
+            # A library that is told fewer or more rows than it packed for is trusted only as far as it is checked.
+            if all(torch.allclose(linear(x), y, rtol=1e-5, atol=1e-6) for x, y in zip(checks, expected, strict=True)):
+                candidates[name] = linear
+        except (AttributeError, NotImplementedError, RuntimeError):
+            continue  # not in this build of PyTorch, or not for this CPU
+    if not candidates:
+        raise RuntimeError(f"no implementation of a quantised {weight.columns} x {weight.inputs} layer works here")
+    return _fastest(timing.race(candidates, inputs))
+
+
+def _exact(weight: QuantizedWeight, codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    quantized, row_scales = quantize_rows(x)
+    bias = None if weight.bias is None else weight.bias[: weight.columns]
+    return _finish(quantized.double() @ codes.t(), row_scales, weight.scales[: weight.columns], bias)
+
+
+def _fastest(times: dict[str, list[float]]) -> Choice:
+    """The implementation with the least mean (geometric) time over the numbers of rows; or one for few and another for
+    many, if they are enough faster than any alone to be worth a second copy of the weights."""
+
+    def mean(name: str, first: int = 0, end: int | None = None) -> float:
+        return math.prod(times[name][first:end]) ** (1 / len(_ROWS))
+
+    best = min(times, key=mean)
+    limit = mean(best) * _SECOND_COPY_GAIN
+    choice: Choice = ((1, best),)
+    for split in range(1, len(_ROWS)):
+        few = min(times, key=functools.partial(mean, first=0, end=split))
+        many = min(times, key=functools.partial(mean, first=split))
+        together = mean(few, 0, split) * mean(many, split)
+        if few != many and together < limit:
+            limit, choice = together, ((1, few), (math.isqrt(_ROWS[split - 1] * _ROWS[split]), many))
+    return choice

@@ -1,0 +1,66 @@
+"""The engine's promises through the Triton backend: greedy answers do not depend on how they are scheduled.
+
+In Triton's interpreter (see tests/conftest.py) a step takes a fifth of a second, so the answers are few and short; they
+are compared with those of the reference backend, each computed alone, token by token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from tests.engine.test_engine import answers, greedy, prompt, settled
+from tests.engine.tiny import kv_memory, started_engine
+
+import carousel_kernels as ck
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheels for this system"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is on the CPU, kernels on the GPU"),
+]
+
+
+async def expected(prompts: list[list[int]], length: int) -> list[list[int]]:
+    engine = started_engine(max_batch_sequences=1)
+    try:
+        with ck.use_backend("reference"):
+            return [(await answers(engine, [greedy(ids, length)]))[0] for ids in prompts]
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("prompt_lengths", "length", "changes"),
+    [
+        ((30, 17, 1), 4, {"max_batch_tokens": 48}),
+        ((30, 15), 3, {"max_batch_tokens": 12}),
+        ((14, 15), 20, {"max_batch_tokens": 32, "kv_cache_memory": kv_memory(4), "prefix_caching": False}),
+    ],
+    ids=["batched", "chunked", "preempted"],
+)
+async def test_greedy_answers_are_the_reference_s(
+    prompt_lengths: tuple[int, ...], length: int, changes: dict[str, object]
+) -> None:
+    prompts = [prompt(count, seed) for seed, count in enumerate(prompt_lengths)]
+    wanted = await expected(prompts, length)
+    with ck.use_backend("triton"):
+        engine = started_engine(max_batch_sequences=len(prompts), **changes)
+        try:
+            assert await answers(engine, [greedy(ids, length) for ids in prompts]) == wanted
+            assert ((await settled(engine)).preemptions > 0) == ("kv_cache_memory" in changes)
+        finally:
+            engine.stop()
+
+
+async def test_alone_and_with_a_warm_prefix_cache() -> None:
+    ids = prompt(30)
+    wanted = await expected([ids], 3)
+    with ck.use_backend("triton"):
+        engine = started_engine(max_batch_tokens=32, max_batch_sequences=1)
+        try:
+            for _ in range(2):
+                assert await answers(engine, [greedy(ids, 3)]) == wanted
+            assert (await settled(engine)).prefix_cache_hits > 0
+        finally:
+            engine.stop()
