@@ -1,4 +1,6 @@
-"""Where the Triton kernels run in tests: on the GPU if there is one, otherwise in Triton's interpreter.
+"""What all tests need: their own logging, and a place for Triton kernels.
+
+Where the Triton kernels run in tests: on the GPU if there is one, otherwise in Triton's interpreter.
 
 Triton decides that when a kernel is defined and looks at this variable when it is imported, so it is set before any
 test module is. Nothing else reads it: servers that tests start use the CPU backend as always.
@@ -6,8 +8,26 @@ test module is. Nothing else reads it: servers that tests start use the CPU back
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands configure the logging of their process for good, which here is that of all tests to come."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    levels = {name: found.level for name, found in root.manager.loggerDict.items() if isinstance(found, logging.Logger)}
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(before)

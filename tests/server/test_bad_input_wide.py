@@ -12,7 +12,7 @@ import pytest
 from tests.server.tiny_server import CHAT, INFER, PREDICT, TEXT, Neighbour, TinyServer, lone_answer, tiny_server
 
 JSON = {"content-type": "application/json"}
-MAX_GAP_S = 1.0
+MAX_GAP_S = 3.0
 MANY = 100_000
 TENSOR = {"name": "text_input", "datatype": "BYTES"}
 STOP = {"name": "stop", "datatype": "BYTES"}
