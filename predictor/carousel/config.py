@@ -307,8 +307,7 @@ class Settings:
     target_step_ms: float = option(
         200.0,
         NUMBER,
-        """Prompts are cut into chunks so that the predicted step stays below this, and running streams flow on. While
-        more sequences stream than wait for their first token, a step takes at most 1.4 times what the streams take.""",
+        "Prompts are cut into chunks so that the predicted step stays below this, and running streams flow on.",
         unit="milliseconds",
         group=_BATCH,
         low=1,
@@ -322,6 +321,13 @@ class Settings:
         model does not run on the CPU.""",
         group=_BATCH,
         choices=("auto", "on", "off"),
+    )
+    protect_streams: bool = option(
+        True,
+        SWITCH,
+        """Whether, while more sequences stream than wait for their first token, prompts stretch a step by no more than 1.4
+        times; a long prompt then takes its time. Otherwise only the target counts.""",
+        group=_BATCH,
     )
     seed: int | None = option(
         None,

@@ -395,10 +395,11 @@ def test_prompts_do_not_crawl_where_the_decodes_alone_miss_the_target() -> None:
 
 
 def test_one_prompt_hardly_slows_the_streams_of_many_and_many_prompts_go_first() -> None:
-    chunks = {}
-    for waiting in (1, 6):
+    chunks: dict[int | str, int] = {}
+    for waiting, protect in ((1, True), (6, True), (1, False)):
         bench = Bench(num_blocks=512, max_batch_tokens=512, max_batch_sequences=12)
         object.__setattr__(bench.scheduler.limits, "target_step_s", 0.4)
+        object.__setattr__(bench.scheduler.limits, "protect_streams", protect)
         for tokens in (1, 16, 64, 200) * 8:
             bench.scheduler.cost_model.observe(tokens, tokens * 10, 0.05 + tokens * 0.001)
         bench.scheduler.cost_model.observe = lambda *args: None  # type: ignore[method-assign]
@@ -410,7 +411,8 @@ def test_one_prompt_hardly_slows_the_streams_of_many_and_many_prompts_go_first()
         bench.step()
         step = scheduled(bench)
         assert all(step[f"stream{number}"] == 1 for number in range(4))
-        chunks[waiting] = step["long0"]
+        chunks[waiting if protect else "unprotected"] = step["long0"]
     # 54 ms without a prompt, of which 1.4 times leave room for 21 tokens; the target for more than 300.
     assert 16 <= chunks[1] <= 24
     assert chunks[6] >= 250
+    assert chunks["unprotected"] >= 250

@@ -146,6 +146,7 @@ class Engine:
             target_step_s=settings.target_step_ms / 1e3,
             prefix_caching=settings.prefix_caching,
             static=settings.batching == "static",
+            protect_streams=settings.protect_streams,
         )
         scheduler = Scheduler(
             limits,

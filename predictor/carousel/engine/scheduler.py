@@ -45,7 +45,7 @@ number of rows (oneDNN takes 0.4 ms for one), and tensor cores work on tiles of 
 MAX_STRETCH = 1.4
 """By what factor prompts may stretch a step beyond what its decodes take alone, whatever the latency target: streams
 feel it little, and prompts would otherwise crawl. While fewer sequences wait for their first token than are streaming,
-they get no more than that: what a longer chunk saves the few costs every one of the many."""
+they get no more than that, with ``protect_streams``: what a longer chunk saves the few costs every one of the many."""
 
 MIN_CHUNK = 16
 """Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
@@ -107,13 +107,15 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step. ``target_step_s`` 0 switches the latency target off. ``static`` admits whole groups only."""
+    """Bounds of a step. ``target_step_s`` 0 switches the latency target off. ``static`` admits whole groups only.
+    ``protect_streams``: see ``MAX_STRETCH``."""
 
     max_batch_tokens: int
     max_batch_sequences: int
     target_step_s: float = 0.0
     prefix_caching: bool = True
     static: bool = False
+    protect_streams: bool = True
 
 
 class Scheduler:
@@ -265,7 +267,8 @@ class Scheduler:
             decodes_s = self.cost_model.predict(step.num_tokens, step.num_attended)
             num_prompts = len(self.running) - step.num_decode_tokens + len(self.policy)
             stretched_s = MAX_STRETCH * decodes_s
-            target_s = stretched_s if num_prompts < step.num_decode_tokens else max(limits.target_step_s, stretched_s)
+            protect = limits.protect_streams and num_prompts < step.num_decode_tokens
+            target_s = stretched_s if protect else max(limits.target_step_s, stretched_s)
             fits = self.cost_model.max_chunk(target_s, step.num_tokens, step.num_attended, context, budget)
             budget = min(budget, max(fits, MIN_CHUNK))
         if budget >= 2 * ROW_GRAIN:
