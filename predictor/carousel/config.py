@@ -325,8 +325,8 @@ class Settings:
     protect_streams: bool = option(
         True,
         SWITCH,
-        """Whether, while more sequences stream than wait for their first token, prompts stretch a step by no more than 1.4
-        times; a long prompt then takes its time. Otherwise only the target counts.""",
+        """Whether prompts stretch a step by no more than 1.4 times while more sequences stream than wait for their first
+        token; a long prompt then takes its time. Otherwise only the target counts.""",
         group=_BATCH,
     )
     seed: int | None = option(
