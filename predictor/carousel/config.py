@@ -325,7 +325,7 @@ class Settings:
     protect_streams: bool = option(
         True,
         SWITCH,
-        """Whether prompts stretch a step by no more than 1.4 times while more sequences stream than wait for their first
+        """Whether prompts stretch a step by no more than 1.4 times while more sequences stream than wait for a first
         token; a long prompt then takes its time. Otherwise only the target counts.""",
         group=_BATCH,
     )
