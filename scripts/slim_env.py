@@ -58,6 +58,9 @@ CUTS = {
     ),
 }
 
+#: What stays though a pattern matches it: transformers looks up its classes there, tokenisers among them.
+KEPT = ("transformers/models/auto/*",)
+
 #: Libraries whose tables of local symbols, for debuggers, are taken out by `strip`. Those that auditwheel has rewritten
 #: are not touched.
 SYMBOLS = ("torch/lib/*.so", "uvloop/*.so")
@@ -90,8 +93,9 @@ def bytecode(source: Path) -> list[Path]:
 def cut(site: Path, patterns: tuple[str, ...]) -> int:
     """Remove what the patterns match; the bytes that went."""
     gone = 0
+    kept = {path for pattern in KEPT for path in site.glob(pattern)}
     for pattern in patterns:
-        for path in sorted(site.glob(pattern)):
+        for path in sorted(set(site.glob(pattern)) - kept):
             for victim in (path, *bytecode(path)):
                 gone += size(victim)
                 if victim.is_dir() and not victim.is_symlink():

@@ -40,6 +40,7 @@ def test_cuts_take_what_they_name_with_its_bytecode_and_nothing_else(tmp_path, c
         put(site / "torch/testing/__init__.py"),
         put(site / "jinja2/tests.py"),
         put(site / "grpc/_cython/cygrpc.cpython-311-x86_64-linux-gnu.so"),
+        put(site / "transformers/models/auto/modeling_auto.py"),
         put(site / "transformers/models/llama/tokenization_llama.py"),
         put(site / "transformers/models/llama/__pycache__/tokenization_llama.cpython-311.pyc"),
         put(site / "carousel/tests/x.py"),
