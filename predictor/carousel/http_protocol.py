@@ -156,8 +156,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
         cork = getattr(socket, "TCP_CORK", None)  # Linux
         peer = self.transport.get_extra_info("socket")
-        if cork is not None and peer is not None:
-            with contextlib.suppress(OSError):
+        if cork is not None and peer is not None and not self.transport.is_closing():
+            with contextlib.suppress(OSError, ValueError):  # uvloop's socket of a client that has gone has no descriptor
                 peer.setsockopt(socket.IPPROTO_TCP, cork, 1)
 
     # ---- size
