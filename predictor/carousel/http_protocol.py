@@ -157,7 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
         cork = getattr(socket, "TCP_CORK", None)  # Linux
         peer = self.transport.get_extra_info("socket")
         if cork is not None and peer is not None and not self.transport.is_closing():
-            with contextlib.suppress(OSError, ValueError):  # uvloop's socket of a client that has gone has no descriptor
+            with contextlib.suppress(OSError, ValueError):  # no descriptor: the client has gone
                 peer.setsockopt(socket.IPPROTO_TCP, cork, 1)
 
     # ---- size
