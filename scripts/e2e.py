@@ -23,7 +23,7 @@ from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = "carousel:demo"
-SMOKE_SECONDS = 590.0
+SMOKE_SECONDS = 420.0
 STATE = Path(os.environ.get("CLUSTER_HOME", "/tmp/carousel-cluster"))  # the kit's own default
 
 
