@@ -114,6 +114,9 @@ class _Backend(Protocol):
     def prepare_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]: ...
+    def prepare_quantized_linear(
+        self, weight: QuantizedWeight, *, wide: bool = False
+    ) -> Callable[[torch.Tensor], torch.Tensor]: ...
     def gumbel_noise(
         self, seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int
     ) -> torch.Tensor: ...
@@ -197,7 +200,9 @@ def time_operators(times: OperatorTimes) -> Iterator[None]:
     wrapped: dict[int, _Backend] = {}
 
     def observed(backend: _Backend) -> _Backend:
-        return wrapped.setdefault(id(backend), cast(_Backend, TimedBackend(backend, times)))
+        if id(backend) not in wrapped:
+            wrapped[id(backend)] = cast(_Backend, TimedBackend(backend, times))
+        return wrapped[id(backend)]
 
     before = _observed
     _observed = observed
@@ -353,12 +358,7 @@ def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> 
 
     Only the CPU's backends are fast; all others compute it as the reference does.
     """
-    backend = _backend(weight.codes)
-    if backend is cpu:
-        return cpu.prepare_quantized_linear(weight, wide=wide)
-    if backend is fallback:
-        return fallback.prepare_quantized_linear(weight, wide=wide)
-    return reference.prepare_quantized_linear(weight, wide=wide)
+    return _backend(weight.codes).prepare_quantized_linear(weight, wide=wide)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int) -> torch.Tensor:

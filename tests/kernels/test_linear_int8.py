@@ -158,6 +158,16 @@ def test_other_types_and_backends() -> None:
     assert not any(name == "native" for _, name in quant.chosen()[48, 64, False])
 
 
+def test_a_timed_layer_is_the_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant, "_choices", {})
+    weight, x, times = quantize_weight(torch.randn(48, 64)), torch.randn(5, 64), ck.OperatorTimes()
+    with ck.time_operators(times):
+        layer = ck.prepare_quantized_linear(weight)
+    assert [shape[:2] for shape in quant.chosen()] == [(48, 64)]  # not by the reference
+    assert torch.equal(layer(x), ck.prepare_quantized_linear(weight)(x))
+    assert times["linear"].calls == 1
+
+
 def test_without_the_library_another_implementation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_library", None)
     monkeypatch.setattr(quant, "_choices", {})

@@ -6,6 +6,8 @@ synchronisation and allocate only through torch, so that they can be recorded in
 
 from __future__ import annotations
 
+from carousel_kernels.reference import prepare_quantized_linear  # these weights are the CPU's: no kernel of its own
+
 from .attention import paged_attention
 from .elementwise import (
     add_rms_norm,
@@ -31,6 +33,7 @@ __all__ = [
     "paged_attention",
     "prepare_grouped_linear",
     "prepare_linear",
+    "prepare_quantized_linear",
     "prepare_scaled_linear",
     "rms_norm",
     "rope_",
