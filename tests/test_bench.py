@@ -7,7 +7,7 @@ import io
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -509,6 +509,24 @@ class TestCommand:
         assert profile["parts"].keys() >= {"matrix products", "attention", "sampling", "scheduling", "forward, other"}
         assert sum(part["share"] for part in profile["parts"].values()) == pytest.approx(1.0)
         assert "matrix products" in capsys.readouterr().out
+
+    def test_a_profile_leaves_out_how_the_engine_started(self, workload_file: Path, tmp_path: Path) -> None:
+        factory, target = Factory(), tmp_path / "report.json"
+
+        def engines(settings: Settings) -> Callable[[Settings], Any]:
+            start = factory(settings)
+
+            def started(settings: Settings) -> Any:
+                ck.silu_mul(torch.ones(1, 8))  # as the engine's own warm-up does
+                return start(settings)
+
+            return started
+
+        argv = ["--workload", str(workload_file), "--profile", "--warmup=0", "--json", str(target)]
+        assert main(argv, {}, engines) == 0
+        profile = json.loads(target.read_text())["profile"]
+        assert profile["steps"] > 0
+        assert profile["parts"]["activations"] == {"seconds": 0.0, "share": 0.0, "calls_per_step": 0.0}
 
     def test_nothing_is_refused_for_a_full_queue_unless_asked(self, workload_file: Path) -> None:
         factory = Factory()

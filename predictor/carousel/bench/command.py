@@ -204,9 +204,8 @@ class _EngineBench:
                     engine, workload = self._start_mode(mode) if fresh else (self._engine, self.workload)
                     assert engine is not None
                     assert workload is not None
-                    warmup = self.options.warmup if fresh else 0
                     with _bar(self.options, workload, turn, mode) as progress:
-                        run = _run_once(engine, workload, self.options, warmup, progress, self._profile)
+                        run = self._run_once(engine, workload, fresh, progress)
                         runs[mode].append(asyncio.run(run))
         finally:
             self.stop()
@@ -222,6 +221,19 @@ class _EngineBench:
             engine.timeline.observers.append(self._profile)
         self._facts = {"model": engine.model_name, "max_model_len": engine.max_model_len}
         return engine, self.workload
+
+    async def _run_once(
+        self, engine: Engine, workload: Workload, fresh: bool, progress: inprocess.Progress
+    ) -> dict[str, Any]:
+        options = self.options
+        if fresh:
+            if options.warmup:
+                await inprocess.warm_up(engine, workload, options.warmup)
+            if self._profile is not None:
+                self._profile.begin()  # an engine runs a warm-up of its own as it starts
+        return await inprocess.run(
+            engine, workload, rate=options.rate, concurrency=options.concurrency, progress=progress
+        )
 
     def stop(self) -> None:
         """Stop the engine that runs, if one does."""
@@ -240,21 +252,6 @@ class _EngineBench:
         if self.options.compare:
             result = result | {"compare": results, "gains": report.gains(results)}
         return result
-
-
-async def _run_once(
-    engine: Engine,
-    workload: Workload,
-    options: BenchOptions,
-    warmup: int,
-    progress: inprocess.Progress,
-    profile: Profile | None,
-) -> dict[str, Any]:
-    if warmup:
-        await inprocess.warm_up(engine, workload, warmup)
-        if profile is not None:
-            profile.begin()
-    return await inprocess.run(engine, workload, rate=options.rate, concurrency=options.concurrency, progress=progress)
 
 
 def settings_of(settings: Settings) -> dict[str, Any]:
