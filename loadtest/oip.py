@@ -9,20 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
+from carousel.proto_messages import Fields, declare
 
-_PACKAGE = "carousel.loadtest"
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "bool": _FIELD.TYPE_BOOL,
-    "string": _FIELD.TYPE_STRING,
-    "bytes": _FIELD.TYPE_BYTES,
-    "int32": _FIELD.TYPE_INT32,
-    "int64": _FIELD.TYPE_INT64,
-    "double": _FIELD.TYPE_DOUBLE,
-}
-# name: (field, number, type); "*" repeats, "%" is a map from strings. Other types are messages.
-_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+_MESSAGES: dict[str, Fields] = {
     "Parameter": (("bool_param", 1, "bool"), ("int64_param", 2, "int64"), ("string_param", 3, "string")),
     "Contents": (("int_contents", 2, "int32*"), ("bytes_contents", 8, "bytes*")),
     "Tensor": (
@@ -46,48 +35,11 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     ),
     "StreamResponse": (("error_message", 1, "string"), ("infer_response", 2, "InferResponse")),
 }
-_ONE_OF = "Parameter"  # its fields are the choices of a oneof
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
-
-def _declare() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="carousel/loadtest.proto", package=_PACKAGE, syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        if name == _ONE_OF:
-            message.oneof_decl.add(name="choice")
-        for field, number, kind in fields:
-            base = kind.rstrip("*%")
-            declared = message.field.add(name=field, number=number, label=_FIELD.LABEL_OPTIONAL)
-            if base in _SCALARS:
-                declared.type = _SCALARS[base]
-            else:
-                declared.type, declared.type_name = _FIELD.TYPE_MESSAGE, f".{_PACKAGE}.{base}"
-            if name == _ONE_OF:
-                declared.oneof_index = 0
-            if kind != base:
-                declared.label = _FIELD.LABEL_REPEATED
-            if kind.endswith("%"):
-                _declare_map(message, declared, base)
-    pool = descriptor_pool.Default()
-    pool.AddSerializedFile(file.SerializeToString())
-    return {n: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{n}")) for n in _MESSAGES}
-
-
-def _declare_map(message: Any, field: Any, value: str) -> None:
-    """A map is a repeated message of keys and values, whose name follows from the field's."""
-    entry = message.nested_type.add(name=f"{field.name.capitalize()}Entry")
-    entry.options.map_entry = True
-    entry.field.add(name="key", number=1, label=_FIELD.LABEL_OPTIONAL, type=_FIELD.TYPE_STRING)
-    entry.field.add(
-        name="value", number=2, label=_FIELD.LABEL_OPTIONAL, type=_FIELD.TYPE_MESSAGE, type_name=f".{_PACKAGE}.{value}"
-    )
-    field.type_name = f".{_PACKAGE}.{message.name}.{entry.name}"
-
-
-_classes = _declare()
+_classes = declare("carousel.loadtest", _MESSAGES, one_of=("Parameter",))
 InferRequest: Any = _classes["InferRequest"]
 InferResponse: Any = _classes["InferResponse"]
 StreamResponse: Any = _classes["StreamResponse"]

@@ -9,23 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
-from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from google.protobuf import descriptor_pool  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from carousel.engine.errors import InvalidRequest
+from carousel.proto_messages import Fields, declare
 
-_PACKAGE = "carousel.triton"
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "string": _FIELD.TYPE_STRING,
-    "bool": _FIELD.TYPE_BOOL,
-    "int32": _FIELD.TYPE_INT32,
-    "int64": _FIELD.TYPE_INT64,
-}
-
-# name: (field, number, type); a type that is no scalar is a message; "*" repeats. Triton's enums are int32 on the wire.
-_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+# Triton's enums are int32 on the wire.
+_MESSAGES: dict[str, Fields] = {
     "StreamResponse": (("error_message", 1, "string"), ("infer_response", 2, ".inference.ModelInferResponse")),
     "ConfigRequest": (("name", 1, "string"), ("version", 2, "string")),
     "InputConfig": (("name", 1, "string"), ("data_type", 2, "int32"), ("dims", 4, "int64*")),
@@ -66,28 +58,7 @@ DATA_TYPES = {
 }
 
 
-def _declare() -> dict[str, type[Message]]:
-    file = descriptor_pb2.FileDescriptorProto(name="carousel/triton.proto", package=_PACKAGE, syntax="proto3")
-    file.dependency.append(pb.DESCRIPTOR.name)
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind in fields:
-            label = _FIELD.LABEL_REPEATED if kind.endswith("*") else _FIELD.LABEL_OPTIONAL
-            kind = kind.rstrip("*")
-            declared = message.field.add(name=field, number=number, label=label)
-            if kind in _SCALARS:
-                declared.type = _SCALARS[kind]
-            else:
-                declared.type = _FIELD.TYPE_MESSAGE
-                declared.type_name = kind if kind.startswith(".") else f".{_PACKAGE}.{kind}"
-    pool = descriptor_pool.Default()
-    pool.AddSerializedFile(file.SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES
-    }
-
-
-_classes: dict[str, Any] = _declare()
+_classes = declare("carousel.triton", _MESSAGES, pool=descriptor_pool.Default(), dependencies=(pb.DESCRIPTOR.name,))
 StreamResponse: Any = _classes["StreamResponse"]
 ConfigRequest: Any = _classes["ConfigRequest"]
 ConfigResponse: Any = _classes["ConfigResponse"]

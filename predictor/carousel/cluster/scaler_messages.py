@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped]
+from carousel.proto_messages import Fields, declare
 
 SERVICE = "externalscaler.ExternalScaler"
 
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "string": _FIELD.TYPE_STRING,
-    "bool": _FIELD.TYPE_BOOL,
-    "int64": _FIELD.TYPE_INT64,
-    "double": _FIELD.TYPE_DOUBLE,
-}
-# name: (field, number, type); a type that is no scalar is a message; "*" repeats; "map" maps strings to strings.
-_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "ScaledObjectRef": (("name", 1, "string"), ("namespace", 2, "string"), ("scalerMetadata", 3, "map")),
+_MESSAGES: dict[str, Fields] = {
+    "ScaledObjectRef": (("name", 1, "string"), ("namespace", 2, "string"), ("scalerMetadata", 3, "string%")),
     "IsActiveResponse": (("result", 1, "bool"),),
     "MetricSpec": (("metricName", 1, "string"), ("targetSize", 2, "int64"), ("targetSizeFloat", 3, "double")),
     "GetMetricSpecResponse": (("metricSpecs", 1, "MetricSpec*"),),
@@ -30,40 +22,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "GetMetricsResponse": (("metricValues", 1, "MetricValue*"),),
 }
 
-
-def _add_field(message: Any, package: str, field: str, number: int, kind: str) -> None:
-    label = _FIELD.LABEL_REPEATED if kind.endswith("*") or kind == "map" else _FIELD.LABEL_OPTIONAL
-    declared = message.field.add(name=field, number=number, label=label)
-    if kind == "map":
-        entry_name = field[0].upper() + field[1:] + "Entry"
-        entry = message.nested_type.add(name=entry_name)
-        entry.options.map_entry = True
-        for name, position in (("key", 1), ("value", 2)):
-            entry.field.add(name=name, number=position, label=_FIELD.LABEL_OPTIONAL, type=_FIELD.TYPE_STRING)
-        declared.type = _FIELD.TYPE_MESSAGE
-        declared.type_name = f".{package}.{message.name}.{entry_name}"
-    elif kind.rstrip("*") in _SCALARS:
-        declared.type = _SCALARS[kind.rstrip("*")]
-    else:
-        declared.type = _FIELD.TYPE_MESSAGE
-        declared.type_name = f".{package}.{kind.rstrip('*')}"
-
-
-def _declare() -> dict[str, Any]:
-    package = SERVICE.partition(".")[0]
-    file = descriptor_pb2.FileDescriptorProto(name="externalscaler.proto", package=package, syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind in fields:
-            _add_field(message, package, field, number, kind)
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in _MESSAGES
-    }
-
-
-_classes = _declare()
+_classes = declare(SERVICE.partition(".")[0], _MESSAGES)
 ScaledObjectRef: Any = _classes["ScaledObjectRef"]
 IsActiveResponse: Any = _classes["IsActiveResponse"]
 MetricSpec: Any = _classes["MetricSpec"]
