@@ -29,7 +29,6 @@ from carousel.grpc_health import INFERENCE_SERVICE, Health
 from carousel.grpc_messages import ConfigRequest, IndexRequest, IndexResponse, config_response, decode
 from carousel.grpc_stream import StreamInfer
 from carousel.http_errors import describe_any
-from carousel.lifecycle import State
 from carousel.middleware import access_logger, clean_request_id
 from carousel.predictor import MODEL_VERSION, CarouselModel, check_model
 from carousel.telemetry import tracing
@@ -103,12 +102,10 @@ class Servicer(InferenceServicer):
         lifecycle = self._model.lifecycle
         if request.ready and not lifecycle.ready:
             return IndexResponse()
-        state = {State.READY: "READY", State.LOADING: "LOADING"}
-        state |= dict.fromkeys((State.LEAVING, State.DRAINING), "UNLOADING")
         entry = {
             "name": self._model.name,
             "version": MODEL_VERSION,
-            "state": state.get(lifecycle.state, "UNAVAILABLE"),
+            "state": lifecycle.repository_state,
             "reason": lifecycle.failure or "",
         }
         return IndexResponse(models=[entry])

@@ -163,6 +163,14 @@ class Lifecycle:
         return self._state is State.READY and self._engine is not None and self._engine.ready
 
     @property
+    def repository_state(self) -> str:
+        """The state in the words of the model repository protocol: READY, LOADING, UNLOADING or UNAVAILABLE."""
+        if self.ready:
+            return "READY"
+        states = {State.LOADING: "LOADING", State.LEAVING: "UNLOADING", State.DRAINING: "UNLOADING"}
+        return states.get(self.state, "UNAVAILABLE")
+
+    @property
     def live(self) -> bool:
         """False only for an engine that was loaded and is dead or stuck, or that could not be loaded."""
         return self.failure is None

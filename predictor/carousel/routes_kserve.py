@@ -22,7 +22,6 @@ from carousel.dataplane import CarouselDataPlane
 from carousel.engine.errors import InvalidRequest
 from carousel.generation import run_all
 from carousel.grpc_glue import UNLOAD_REFUSED
-from carousel.lifecycle import State
 from carousel.predictor import MODEL_VERSION, CarouselModel, check_json, check_model
 from carousel.protocols import fields, generate, v1
 from carousel.protocols.common import decode_body, json_bytes
@@ -158,9 +157,8 @@ class KServeRoutes(Handlers):
         return json_response([self._index_entry(ready)])
 
     def _index_entry(self, ready: bool) -> dict[str, Any]:
-        states = {State.LOADING: "LOADING", State.LEAVING: "UNLOADING", State.DRAINING: "UNLOADING"}
-        state = "READY" if ready else states.get(self.lifecycle.state, "UNAVAILABLE")
         reason = "" if ready else self.lifecycle.failure or self.lifecycle.state.value
+        state = self.lifecycle.repository_state
         return {"name": self.model.name, "version": MODEL_VERSION, "state": state, "reason": reason}
 
     async def load(self, model_name: str) -> Response:
