@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.kernels.devices import on_device
 
 from carousel_kernels import cpu, reference
-from carousel_kernels.triton import logprobs
+from carousel_kernels.triton import config, logprobs
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK", 64)
+    monkeypatch.setattr(config, "CHUNK", 64)
 
 
 def check(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
@@ -78,7 +78,7 @@ def test_masked_tokens_and_views() -> None:
 
 
 def test_large_vocabulary_in_full_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK", 2048)
+    monkeypatch.setattr(config, "CHUNK", 2048)
     torch.manual_seed(2)
     logits, ids = torch.randn(2, 9001) * 4, torch.tensor([9000, 17])
     check(on_device(logprobs.token_logprobs, logits, ids, 20), reference.token_logprobs(logits, ids, 20))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.kernels.devices import on_device
 
 from carousel_kernels import reference
-from carousel_kernels.triton import sampling
+from carousel_kernels.triton import config, sampling
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several chunks, without rows of many logits."""
-    monkeypatch.setattr(sampling, "CHUNK", 64)
+    monkeypatch.setattr(config, "CHUNK", 64)
 
 
 def arguments(
@@ -86,7 +86,7 @@ def test_top_k_with_top_p_among_equal_logits(top_k: int) -> None:
 
 def test_large_vocabulary_in_full_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device: more chunks than one, the last of them short, and a spread at which top-p keeps thousands."""
-    monkeypatch.setattr(sampling, "CHUNK", 2048)
+    monkeypatch.setattr(config, "CHUNK", 2048)
     logits = random_logits(3, 9001, 1.0, 7)
     case = arguments(logits, top_k=[0, 3000, 50], top_p=[0.9, 0.8, 1.0], min_p=[0.0, 0.0, 0.05])
     assert torch.equal(on_device(sampling.sample, *case), reference.sample(*case))

@@ -61,11 +61,9 @@ def paged_attention(
 
 
 def _cache_mode(cache: torch.Tensor) -> int:
-    if cache.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    if not config.is_fp8_cache(cache):
         return PLAIN
-    if cache.dtype == torch.float8_e4m3fn:
-        return NATIVE_FP8 if config.target_of(cache.device).fp8 else UNPACKED_FP8
-    raise ValueError(f"KV cache: got {cache.dtype}, allowed: float32, bfloat16, float16, float8_e4m3fn")
+    return NATIVE_FP8 if config.target_of(cache.device).fp8 else UNPACKED_FP8
 
 
 def _readable(cache: torch.Tensor) -> torch.Tensor:

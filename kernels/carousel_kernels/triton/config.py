@@ -19,7 +19,21 @@ import torch
 from .common import INTERPRETED
 from .registry import TARGETS, Target
 
-__all__ = ["AttentionConfig", "decode_config", "key_of", "next_power_of_2", "prefill_config", "target_of", "tuned"]
+__all__ = [
+    "CHUNK",
+    "AttentionConfig",
+    "chunks_of",
+    "decode_config",
+    "is_fp8_cache",
+    "key_of",
+    "next_power_of_2",
+    "prefill_config",
+    "target_of",
+    "tuned",
+]
+
+CHUNK = 2048
+"""Logits per program. It is the same for every batch, so that sums round alike in all of them."""
 
 DETERMINISTIC_SPLIT = 1024
 """Tokens per split of the deterministic mode: 4 MiB of keys and values of 8 heads of 128 in bfloat16."""
@@ -38,6 +52,24 @@ _TYPE_NAMES = {
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def chunks_of(vocabulary: int) -> tuple[int, int]:
+    """Into chunks of how many logits a row is cut, a power of two, and into how many."""
+    block = min(CHUNK, max(16, next_power_of_2(vocabulary)))
+    return block, -(-vocabulary // block)
+
+
+def is_fp8_cache(cache: torch.Tensor) -> bool:
+    """Whether keys or values are cached in e4m3.
+
+    Raises ValueError for types that have no kernel.
+    """
+    if cache.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if cache.dtype == torch.float8_e4m3fn:
+        return True
+    raise ValueError(f"KV cache: got {cache.dtype}, allowed: float32, bfloat16, float16, float8_e4m3fn")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .common import e4m3_to_byte, narrowed, tanh
-from .config import next_power_of_2
+from .config import is_fp8_cache, next_power_of_2
 from .registry import Spec, Target
 
 __all__ = [
@@ -332,11 +332,8 @@ def _cache(cache: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
     Raises ValueError for types that have no kernel.
     """
-    if cache.dtype == torch.float8_e4m3fn:
-        return cache.view(torch.uint8), True
-    if cache.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"KV cache: got {cache.dtype}, allowed: float32, bfloat16, float16, float8_e4m3fn")
-    return cache, False
+    fp8 = is_fp8_cache(cache)
+    return cache.view(torch.uint8) if fp8 else cache, fp8
 
 
 def write_kv(

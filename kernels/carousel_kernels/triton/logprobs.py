@@ -16,12 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .config import CHUNK, chunks_of, next_power_of_2
 from .registry import Spec, Target
 
 __all__ = ["token_logprobs"]
-
-CHUNK = 2048
-"""Logits per program. It is the same for every batch, so that sums round alike in all of them."""
 
 
 @triton.jit
@@ -102,8 +100,7 @@ def token_logprobs(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     device = logits.device
-    block = min(CHUNK, max(16, triton.next_power_of_2(vocabulary)))
-    chunks = triton.cdiv(vocabulary, block)
+    block, chunks = chunks_of(vocabulary)
     peaks, sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=device)
     picks, larger = torch.empty((2, rows, chunks), dtype=torch.int32, device=device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
@@ -117,7 +114,7 @@ def token_logprobs(
         )
         _merge_kernel[(rows,)](
             logits, chosen, peaks, picks, sums, larger, logprobs, ranks, top_ids, top_logprobs,
-            stride, vocabulary, chunks, num_top, block, triton.next_power_of_2(chunks), num_warps=4,
+            stride, vocabulary, chunks, num_top, block, next_power_of_2(chunks), num_warps=4,
         )  # fmt: skip
     return logprobs, ranks, top_ids, top_logprobs
 

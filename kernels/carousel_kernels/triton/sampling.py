@@ -24,12 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .config import CHUNK, chunks_of, next_power_of_2
 from .registry import Spec, Target
 
 __all__ = ["gumbel_noise", "sample"]
-
-CHUNK = 2048
-"""Logits per program. It is the same for every batch, so that sums round alike in all of them."""
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64, as in the reference
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -326,8 +324,7 @@ def sample(
         return tokens
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    block = min(CHUNK, max(16, triton.next_power_of_2(vocabulary)))
-    chunks = triton.cdiv(vocabulary, block)
+    block, chunks = chunks_of(vocabulary)
     peaks, sums, tops = torch.empty((3, rows, chunks), dtype=torch.float32, device=logits.device)
     picks = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     filters = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seeds, positions)]
@@ -338,7 +335,7 @@ def sample(
     )
     _choose_kernel[(rows,)](
         logits, heat, k, p, floor, seed, position, peaks, sums, tops, picks, tokens,
-        stride, vocabulary, chunks, block, triton.next_power_of_2(chunks), num_warps=8,
+        stride, vocabulary, chunks, block, next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip
     return tokens
 
