@@ -9,15 +9,15 @@ the server's main thread, which is all of HTTP, takes for 1,000 tokens, the whol
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench_run import bench
 from soak.server import Server
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -39,28 +39,14 @@ def cpu_seconds(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def bench(arguments: list[str]) -> tuple[dict[str, float], float]:
-    """The figures of one `carousel bench`, and its CPU seconds.
-
-    Raises:
-        SystemExit: it failed; its own words are in the message.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "carousel.cli", "bench", "--json", str(report), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            said = process.stderr.read()
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"carousel bench failed:\n{said[-2000:]}")
-        return json.loads(report.read_text("utf-8")), usage.ru_utime + usage.ru_stime
+def ended_cpu_seconds() -> float:
+    """User and system time of the child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def in_process(arguments: list[str]) -> Run:
-    figures, _ = bench(arguments)
-    return Run(figures["output_tokens_per_second"])
+    return Run(bench(arguments)["output_tokens_per_second"])
 
 
 def over_http(arguments: list[str], log: Path) -> Run:
@@ -69,10 +55,11 @@ def over_http(arguments: list[str], log: Path) -> Run:
         server.wait_ready()
         process = Path(f"/proc/{server.pid}")
         main, whole = process / f"task/{server.pid}/stat", process / "stat"
-        before = cpu_seconds(main), cpu_seconds(whole)
-        figures, client_s = bench(["--url", server.url, *arguments])
+        before = cpu_seconds(main), cpu_seconds(whole), ended_cpu_seconds()
+        figures = bench(["--url", server.url, *arguments])
         thousands = figures["output_tokens"] / 1000
         http_s, server_s = cpu_seconds(main) - before[0], cpu_seconds(whole) - before[1]
+        client_s = ended_cpu_seconds() - before[2]
     return Run(figures["output_tokens_per_second"], http_s / thousands, server_s / thousands, client_s / thousands)
 
 

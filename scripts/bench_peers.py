@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench_run import bench, run
 from carousel.bench.workload import WorkItem, built_in_workload, load_workload
 from carousel.cpus import available_cpus
 
@@ -124,27 +122,10 @@ PEERS: dict[str, Callable[[Requests, int], float]] = {
 }
 
 
-def run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """What a contestant prints.
-
-    Raises:
-        SystemExit: it failed; its own words are in the message.
-    """
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\nleft with {done.returncode}:\n{done.stderr[-2000:]}")
-    return done.stdout
-
-
 def run_carousel(workload: Path | None) -> float:
     """Output tokens per second of `carousel bench`, in-process."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "carousel.cli", "bench", "--json", str(report)]
-        if workload is not None:
-            command += ["--workload", str(workload)]
-        run(command)
-        return float(json.loads(report.read_text("utf-8"))["output_tokens_per_second"])
+    arguments = [] if workload is None else ["--workload", str(workload)]
+    return float(bench(arguments)["output_tokens_per_second"])
 
 
 def run_peer(name: str, options: argparse.Namespace) -> float:
