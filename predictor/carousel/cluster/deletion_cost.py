@@ -14,9 +14,9 @@ import logging
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
+from carousel.cluster.demand import Damper
 from carousel.cluster.kube import Complaint, KubeApi, KubeError, KubeForbidden, KubeMissing
 from carousel.engine.timeline import EngineStats
 
@@ -47,16 +47,14 @@ class CostFilter:
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
-        self._samples: deque[tuple[float, int]] = deque()
+        self._peak = Damper(interval_s)
         self._patched: int | None = None
         self._patched_at = 0.0
 
     def due(self, now: float, cost: int) -> int | None:
         """Take a sample in. Returns the cost that should be patched now; None when the last one will do."""
-        self._samples.append((now, cost))
-        while now - self._samples[0][0] > self._interval_s:
-            self._samples.popleft()
-        peak = max(value for _, value in self._samples)
+        self._peak.add(now, cost)
+        peak = int(self._peak.value(now) or 0)
         if self._patched is None:
             return peak
         if now - self._patched_at < self._interval_s or peak == self._patched:

@@ -189,7 +189,7 @@ class Hpa:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._down: deque[tuple[float, int]] = deque()
+        self._down = Damper(policy.hpa_window_s)
         self._active_at = 0.0
 
     def wanted(self, now: float, value: float, current: int) -> int:
@@ -201,12 +201,10 @@ class Hpa:
         ratio = value / (policy.per_replica * current)
         raw = current if abs(ratio - 1) <= TOLERANCE else math.ceil(value / policy.per_replica)
         raw = min(max(raw, floor), policy.highest)
-        self._down.append((now, raw))
-        while now - self._down[0][0] > policy.hpa_window_s:
-            self._down.popleft()
+        self._down.add(now, raw)
         if raw >= current:
             return min(raw, max(current + 4, 2 * current))
-        return min(current, max(asked for _, asked in self._down))
+        return min(current, int(self._down.value(now) or 0))
 
     def activity(self, now: float, active: bool, current: int) -> int:
         """KEDA's part: the replicas after it has looked at the activity."""
