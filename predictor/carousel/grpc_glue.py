@@ -21,6 +21,7 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2_grpc as pb_grpc
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
+from carousel.addresses import bind_grpc
 from carousel.auth import ApiKeys
 from carousel.engine.errors import InvalidRequest
 from carousel.generation import call_deadline
@@ -289,14 +290,4 @@ def make_server(
     server.add_generic_rpc_handlers((servicer.triton_handlers(),))
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
-    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address} for gRPC: {error}") from None
-    if not bound:
-        raise OSError(f"cannot listen on {address} for gRPC")
-    return server, bound
+    return server, bind_grpc(server, host, port, credentials)

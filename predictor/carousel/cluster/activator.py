@@ -20,9 +20,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from carousel.addresses import url_host
 from carousel.cluster.outside import Activation
 from carousel.cluster.pods import Pod, PodSource
-from carousel.cluster.readings import Readings, client_tls, url_host
+from carousel.cluster.readings import Readings, client_tls
 
 logger = logging.getLogger("carousel.scaler")
 

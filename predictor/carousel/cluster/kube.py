@@ -21,6 +21,8 @@ from urllib.parse import quote
 
 import aiohttp
 
+from carousel.addresses import url_host
+
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_SECONDS = 60
 """How long one watch lasts: a connection that died unnoticed is found out after this."""
@@ -107,8 +109,7 @@ class KubeApi:
                 f"{token} does not exist: the pod has no service account token (automountServiceAccountToken: true, "
                 "and a serviceAccountName with the Role)"
             )
-        bracketed = f"[{host}]" if ":" in host else host
-        return cls(api_server or f"https://{bracketed}:{port}", namespace, token, ca if ca.exists() else None)
+        return cls(api_server or f"https://{url_host(host)}:{port}", namespace, token, ca if ca.exists() else None)
 
     async def __aenter__(self) -> Self:
         return self

@@ -16,10 +16,10 @@ from typing import Any
 
 import aiohttp
 
+from carousel.addresses import url_host
 from carousel.cluster.demand import Held
 from carousel.cluster.kube import Complaint
 from carousel.cluster.pods import addresses
-from carousel.cluster.readings import url_host
 
 logger = logging.getLogger("carousel.scaler")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
+from carousel.addresses import url_host
 from carousel.cluster.demand import Fleet, Held, PodLoad, UnreadableLoad, read_load, total
 from carousel.cluster.pods import Pod
 
@@ -19,11 +20,6 @@ logger = logging.getLogger("carousel.scaler")
 
 _AT_ONCE = 64
 _MAX_ANSWER_BYTES = 64 * 1024
-
-
-def url_host(address: str) -> str:
-    """An address as it stands in a URL."""
-    return f"[{address}]" if ":" in address else address
 
 
 def client_tls(ca_file: str) -> ssl.SSLContext | bool:

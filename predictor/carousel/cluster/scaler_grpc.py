@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from carousel.addresses import bind_grpc
 from carousel.cluster import scaler_messages as messages
 from carousel.cluster.demand import MODES, Targets
 from carousel.cluster.watcher import NoReading, Watcher
@@ -196,11 +197,4 @@ def make_server(scaler: ExternalScaler, health: ScalerHealth, host: str, port: i
     server = aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 2**20)])
     server.add_generic_rpc_handlers((scaler.handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    try:
-        bound = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address} for gRPC: {error}") from None
-    if not bound:
-        raise OSError(f"cannot listen on {address} for gRPC")
-    return server, bound
+    return server, bind_grpc(server, host, port)
