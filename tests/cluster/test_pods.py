@@ -118,7 +118,7 @@ async def test_an_api_server_that_is_killed_and_comes_back(caplog: pytest.LogCap
     async with first:
         first.put("a")
         port = first.server.port
-        client = KubeApi(first.url, "models", timeout_s=1.0)
+        client = KubeApi(first.url, "models", timeout_s=5.0)
         source = ApiPods(client, "app=x")
         async with running(source.run()):
             await until(lambda: first.watchers)
