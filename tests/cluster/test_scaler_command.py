@@ -14,18 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 from cluster_fakes import FakeKube, FakePod, until
+from tests.ports import free_port
 
 from carousel.cluster.scaler import Scaler
 from carousel.cluster.scaler_messages import _MESSAGES
 from carousel.cluster.scaler_options import ScalerOptions, load_options, scaler_help, scaler_variables
 from carousel.config import SettingsError, declared_settings
 from carousel.options import options_of
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def problems(*argv: str, **environ: str) -> str:

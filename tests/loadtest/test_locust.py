@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from loadtest.sources import Limits, open_workload
-from tests.loadtest.harness import Ended, fake_server, finish, free_port, run, start, wait_for
+from tests.loadtest.harness import Ended, fake_server, finish, run, start, wait_for
+from tests.ports import free_port
 
 PROTOCOLS = ("chat", "completions", "generate", "infer", "grpc", "grpc-stream")
 DELAYS = ("first=0.08", "gap=0.02", "queue=0.25")

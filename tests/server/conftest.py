@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,18 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.ports import free_port
 from tests.server.fake_engine import FakeEngine, fake_factory
 
 from carousel.config import Settings
 from carousel.server import serve
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:

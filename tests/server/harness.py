@@ -13,16 +13,11 @@ from unittest.mock import patch
 
 import httpx
 from tests.engine.tiny import tiny_model, tiny_settings
+from tests.ports import free_port
 
 from carousel.config import Settings
 from carousel.engine.engine import Engine
 from carousel.server import serve
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -25,7 +25,8 @@ import grpc
 import httpx
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
-from tests.server.harness import answers, free_port, wait_until
+from tests.ports import free_port
+from tests.server.harness import answers, wait_until
 
 TOKENS, SEATS, QUEUE, STEP_MS = 8, 4, 8, 25.0
 COMMON = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}

@@ -11,7 +11,8 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
-from tests.server.conftest import free_port, wait_until
+from tests.ports import free_port
+from tests.server.conftest import wait_until
 from tests.server.tiny_server import MODEL, TinyServer, tiny_server
 
 PROMPTS = ["abc", "hé", "xyz"]

@@ -14,7 +14,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
 from schemathesis.specs.openapi import checks
-from tests.server.conftest import RunningServer, _answers, free_port, wait_until
+from tests.ports import free_port
+from tests.server.conftest import RunningServer, _answers, wait_until
 from tests.server.fake_engine import FakeEngine, fake_factory
 
 from carousel import docs_page, openapi, openapi_schemas

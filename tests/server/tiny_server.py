@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 import httpx
 from tests.engine.tiny import tiny_model, tiny_settings
-from tests.server.conftest import free_port, wait_until
+from tests.ports import free_port
+from tests.server.conftest import wait_until
 
 from carousel.config import Settings
 from carousel.engine.engine import Engine

@@ -6,7 +6,6 @@ The scaler runs here and not in a pod, because the kit's KEDA does too; its pods
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from tests.cluster.e2e.conftest import IMAGE
 from tests.cluster.e2e.kube import Kube, Object, until
+from tests.ports import free_port
 
 POD = """
 import json
@@ -38,11 +38,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 ThreadingHTTPServer(("", 8080), Handler).serve_forever()
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def deployment() -> Object:
