@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """Commands configure the logging of their process for good, which here is that of all tests to come."""
+@contextmanager
+def restored_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     levels = {name: found.level for name, found in root.manager.loggerDict.items() if isinstance(found, logging.Logger)}
@@ -31,3 +31,17 @@ def logging_as_it_was() -> Iterator[None]:
     logging.captureWarnings(False)
     for name, before in levels.items():
         logging.getLogger(name).setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands configure the logging of their process for good, which here is that of all tests to come."""
+    with restored_logging():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def logging_as_it_was_before_the_module() -> Iterator[None]:
+    """So do the servers that all tests of a module share."""
+    with restored_logging():
+        yield

@@ -7,24 +7,21 @@ import io
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.standalone_fakes import Factory, FakeEngine
 
-import carousel_kernels as ck
 from carousel.bench import client, inprocess, report, scrape
 from carousel.bench.command import bench_help, main
 from carousel.bench.measure import BenchError, RequestResult, check, figures, median_figures, summary
-from carousel.bench.profile import Profile
 from carousel.bench.workload import WorkItem, Workload, WorkloadError, built_in_workload, load_workload
 from carousel.config import Settings, SettingsError
 from carousel.engine.errors import QueueFull
@@ -452,29 +449,6 @@ class TestScrape:
         assert scrape.occupancy(empty, empty) is None
 
 
-class TestProfile:
-    def test_parts_sum_to_the_steps(self) -> None:
-        profile = Profile()
-        weight, x = torch.ones(4, 8), torch.ones(3, 8)
-        with profile.watching():
-            linear = ck.prepare_linear(weight)
-            ck.rms_norm(x, torch.ones(8), 1e-5)
-            profile.begin()
-            for _ in range(2):
-                ck.rms_norm(linear(x), torch.ones(4), 1e-5)
-                ck.silu_mul(x)
-        ck.silu_mul(x)
-        for index in range(2):
-            profile.on_step(StepRecord(index, 0.0, 2.0, 0.25, 1.5, 0.125, 3, 0, 3, 0, 3, 0, 3, 0), token_latencies_s=[])
-        rows = {part: (seconds, calls) for part, seconds, calls in profile.rows()}
-        assert [rows[part][1] for part in ("matrix products", "norms", "activations", "attention")] == [1, 1, 1, 0]
-        assert rows["matrix products"][0] > 0
-        assert rows["scheduling"][0] == 0.5
-        assert rows["sampling"][0] == 0.25
-        assert sum(seconds for seconds, _ in rows.values()) == pytest.approx(4.0)
-        assert profile.figures()["seconds"] == pytest.approx(4.0)
-
-
 class TestCommand:
     def test_in_process_with_json(
         self, workload_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -509,24 +483,6 @@ class TestCommand:
         assert profile["parts"].keys() >= {"matrix products", "attention", "sampling", "scheduling", "forward, other"}
         assert sum(part["share"] for part in profile["parts"].values()) == pytest.approx(1.0)
         assert "matrix products" in capsys.readouterr().out
-
-    def test_a_profile_leaves_out_how_the_engine_started(self, workload_file: Path, tmp_path: Path) -> None:
-        factory, target = Factory(), tmp_path / "report.json"
-
-        def engines(settings: Settings) -> Callable[[Settings], Any]:
-            start = factory(settings)
-
-            def started(settings: Settings) -> Any:
-                ck.silu_mul(torch.ones(1, 8))  # as the engine's own warm-up does
-                return start(settings)
-
-            return started
-
-        argv = ["--workload", str(workload_file), "--profile", "--warmup=0", "--json", str(target)]
-        assert main(argv, {}, engines) == 0
-        profile = json.loads(target.read_text())["profile"]
-        assert profile["steps"] > 0
-        assert profile["parts"]["activations"] == {"seconds": 0.0, "share": 0.0, "calls_per_step": 0.0}
 
     def test_nothing_is_refused_for_a_full_queue_unless_asked(self, workload_file: Path) -> None:
         factory = Factory()
