@@ -1,4 +1,4 @@
-"""What all tests need: their own logging, and a place for Triton kernels.
+"""What all tests need: ids and logging of their own, and a place for Triton kernels.
 
 Where the Triton kernels run in tests: on the GPU if there is one, otherwise in Triton's interpreter.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,19 @@ import pytest
 
 if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give schemathesis's items ids of their own: pytest 9.2 makes them of the function's name alone."""
+    if item.parent is not None and not item.nodeid.endswith(f"::{item.name}"):
+        item._id = type(item.id).parse(f"{item.parent.nodeid}::{item.name}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests with one id, xdist would run one and say nothing of the others."""
+    again = [nodeid for nodeid, times in Counter(item.nodeid for item in items).items() if times > 1]
+    if again:
+        raise pytest.UsageError(f"tests with the same id: {', '.join(again)}")
 
 
 @contextmanager
