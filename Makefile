@@ -10,7 +10,7 @@ ENV := $(VENV)/.carousel-env
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test lint format aot bench loadtest bench-peers soak readme chart e2e clean
+.PHONY: help env serve test lint format aot bench loadtest bench-peers soak clients readme chart e2e clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
@@ -30,6 +30,9 @@ ifeq ($(ARGS),)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+clients: env ## Make environments of their own for guidellm and aiperf: make test then runs them against a server, too
+	@$(BIN)/python scripts/client_env.py $(ARGS)
 
 e2e: env ## Run the end-to-end tests, on the cluster of KUBECONFIG or on the kit beside the project; ARGS=--smoke
 	@exec $(BIN)/python scripts/e2e.py $(ARGS)
@@ -68,5 +71,5 @@ chart: env ## Refresh schema, README and dashboard of helm/carousel from its val
 	@$(BIN)/python scripts/helm_chart.py
 
 clean: ## Remove what builds and tests leave, and .venv
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .aot-cache .coverage .coverage.* htmlcov
+	@rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .aot-cache .coverage .coverage.* htmlcov
 	@find kernels loadtest predictor scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,12 +11,14 @@ from kserve.protocol.dataplane import DataPlane
 from carousel.lifecycle import Lifecycle
 from carousel.predictor import MODEL_VERSION
 from carousel.telemetry.metrics import versions
+from carousel.telemetry.statistics import RequestStatistics
 
 EXTENSIONS = (
     "model_repository",
     "model_repository_extension",
     "binary_tensor_data",
     "model_configuration",
+    "statistics",
     "parameters",
     "generate",
 )
@@ -27,9 +29,10 @@ _TRITON_TYPES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL"}  # the others are 
 class CarouselDataPlane(DataPlane):
     """Liveness, readiness and metadata that follow the engine."""
 
-    def __init__(self, model_registry: ModelRepository, lifecycle: Lifecycle) -> None:
+    def __init__(self, model_registry: ModelRepository, lifecycle: Lifecycle, statistics: RequestStatistics) -> None:
         super().__init__(model_registry=model_registry)
         self.lifecycle = lifecycle
+        self._statistics = statistics
 
     async def live(self) -> dict[str, str]:
         """``{"status": "alive"}``.
@@ -77,6 +80,15 @@ class CarouselDataPlane(DataPlane):
             "input": [_triton_tensor(item) for item in model.get_input_types()],
             "output": [_triton_tensor(item) for item in model.get_output_types()],
         }
+
+    def model_statistics(self, model_name: str) -> dict[str, Any]:
+        """What Triton's statistics extension says of a model: counts and nanoseconds since the start.
+
+        Raises:
+            ModelNotFound: for a name that is not registered.
+        """
+        self._model(model_name)
+        return self._statistics.answer(model_name, MODEL_VERSION)
 
     def _model(self, name: str) -> Any:
         model = self.model_registry.get_model(name)

@@ -27,7 +27,15 @@ from carousel.engine.errors import InvalidRequest
 from carousel.generation import call_deadline
 from carousel.grpc_auth import KeyCheck
 from carousel.grpc_health import INFERENCE_SERVICE, Health
-from carousel.grpc_messages import ConfigRequest, IndexRequest, IndexResponse, config_response, decode
+from carousel.grpc_messages import (
+    ConfigRequest,
+    IndexRequest,
+    IndexResponse,
+    StatisticsRequest,
+    StatisticsResponse,
+    config_response,
+    decode,
+)
 from carousel.grpc_stream import StreamInfer
 from carousel.http_errors import describe_any
 from carousel.middleware import access_logger, clean_request_id
@@ -97,6 +105,11 @@ class Servicer(InferenceServicer):
         check_model(request.name, request.version, self._model.name)
         return config_response(self._plane.model_config(request.name), decoupled=True)
 
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:
+        name = request.name or self._model.name  # none is all models
+        check_model(name, request.version, self._model.name)
+        return StatisticsResponse(**self._plane.model_statistics(name))
+
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         if request.repository_name:
             raise InvalidRequest("repository_name", request.repository_name, "nothing: there is one repository")
@@ -120,6 +133,7 @@ class Servicer(InferenceServicer):
         methods = {
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self.ModelStreamInfer, None, _serialize),
             "ModelConfig": unary(self.ModelConfig, ConfigRequest),
+            "ModelStatistics": unary(self.ModelStatistics, StatisticsRequest),
             "RepositoryIndex": unary(self.RepositoryIndex, IndexRequest),
         }
         return grpc.method_handlers_generic_handler(INFERENCE_SERVICE, methods)

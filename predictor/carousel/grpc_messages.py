@@ -1,4 +1,4 @@
-"""Triton's gRPC messages that KServe's copy of the protocol lacks: stream responses, model configuration, repository.
+"""Triton's gRPC messages that KServe's copy of the protocol lacks: streams, configuration, statistics, repository.
 
 Two copies of one protobuf package cannot live in a process, and KServe's (``inference``) is here already. These are
 therefore declared at run time in a package of our own. On the wire only field numbers count, and methods are found by
@@ -15,6 +15,7 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from carousel.engine.errors import InvalidRequest
 from carousel.proto_messages import Fields, declare
+from carousel.telemetry.statistics import KINDS
 
 # Triton's enums are int32 on the wire.
 _MESSAGES: dict[str, Fields] = {
@@ -33,6 +34,20 @@ _MESSAGES: dict[str, Fields] = {
         ("model_transaction_policy", 19, "TransactionPolicy"),
     ),
     "ConfigResponse": (("config", 1, "Config"),),
+    "StatisticsRequest": (("name", 1, "string"), ("version", 2, "string")),
+    "Duration": (("count", 1, "uint64"), ("ns", 2, "uint64")),
+    "InferStatistics": tuple((kind, number, "Duration") for number, kind in enumerate(KINDS, start=1)),
+    "BatchStatistics": (("batch_size", 1, "uint64"),),
+    "ModelStatistics": (
+        ("name", 1, "string"),
+        ("version", 2, "string"),
+        ("last_inference", 3, "uint64"),
+        ("inference_count", 4, "uint64"),
+        ("execution_count", 5, "uint64"),
+        ("inference_stats", 6, "InferStatistics"),
+        ("batch_stats", 7, "BatchStatistics*"),
+    ),
+    "StatisticsResponse": (("model_stats", 1, "ModelStatistics*"),),
     "IndexRequest": (("repository_name", 1, "string"), ("ready", 2, "bool")),
     "ModelIndex": (("name", 1, "string"), ("version", 2, "string"), ("state", 3, "string"), ("reason", 4, "string")),
     "IndexResponse": (("models", 1, "ModelIndex*"),),
@@ -62,6 +77,8 @@ _classes = declare("carousel.triton", _MESSAGES, pool=descriptor_pool.Default(),
 StreamResponse: Any = _classes["StreamResponse"]
 ConfigRequest: Any = _classes["ConfigRequest"]
 ConfigResponse: Any = _classes["ConfigResponse"]
+StatisticsRequest: Any = _classes["StatisticsRequest"]
+StatisticsResponse: Any = _classes["StatisticsResponse"]
 IndexRequest: Any = _classes["IndexRequest"]
 IndexResponse: Any = _classes["IndexResponse"]
 

@@ -165,9 +165,11 @@ def _v2(add: Any) -> None:
     add("GET", "/v2/health/live", "Whether the engine turns", tag, ref("Live"), errors=(503,))
     add("GET", "/v2/health/ready", "Whether requests are taken", tag, ref("Ready"), errors=(503,))
     add("GET", "/v2/models", "The served model", tag, ref("ModelNames"))
+    add("GET", "/v2/models/stats", "Triton's statistics", tag, ref("Statistics"))
     for model in ("/v2/models/{model_name}", "/v2/models/{model_name}/versions/{model_version}"):
         add("GET", model, "Model metadata", tag, ref("ModelMetadata"), errors=(404,))
         add("GET", f"{model}/ready", "Whether the model is ready", tag, ref("ModelReady"), errors=(404, 503))
+        add("GET", f"{model}/stats", "Triton's statistics of the model", tag, ref("Statistics"), errors=(404,))
         add("GET", f"{model}/config", "Triton's model configuration", tag, ref("ModelConfig"), errors=(404,))
         add(
             "POST", f"{model}/infer", "Generate for each row; tensors may be binary", tag, ref("InferAnswer"),

@@ -16,6 +16,7 @@ from carousel.openapi_schemas import (
     text,
 )
 from carousel.protocols import common
+from carousel.telemetry.statistics import KINDS
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NUMBER: Schema = {"type": "number"}
@@ -211,6 +212,25 @@ V2: dict[str, Schema] = {
         },
         ("name", "platform", "backend", "max_batch_size", "input", "output"),
         "As Triton's model configuration extension has it.",
+    ),
+    "Statistics": obj(
+        {
+            "model_stats": array(
+                obj(
+                    {
+                        "name": text(), "version": text(),
+                        **dict.fromkeys(("last_inference", "inference_count", "execution_count"), _COUNT),
+                        "inference_stats": obj(
+                            dict.fromkeys(KINDS, obj({"count": _COUNT, "ns": _COUNT}, ("count", "ns"))), KINDS
+                        ),
+                        "batch_stats": array({}),
+                    },
+                    ("name", "version", "last_inference", "inference_count", "execution_count", "inference_stats"),
+                )
+            )
+        },
+        ("model_stats",),
+        "As Triton's statistics extension has it: sums since the start, ns in nanoseconds.",
     ),
     "ModelReady": obj({"name": text(), "ready": {"const": True}}, ("name", "ready")),
     "ModelNames": obj({"models": array(text())}, ("models",)),

@@ -27,6 +27,7 @@ _SCALARS = {
     "bytes": _FIELD.TYPE_BYTES,
     "int32": _FIELD.TYPE_INT32,
     "int64": _FIELD.TYPE_INT64,
+    "uint64": _FIELD.TYPE_UINT64,
     "double": _FIELD.TYPE_DOUBLE,
 }
 

@@ -108,6 +108,13 @@ class KServeRoutes(Handlers):
         check_model(model_name, model_version, self.model.name)
         return json_response(self.data_plane.model_config(model_name))
 
+    async def all_statistics(self) -> Response:
+        return json_response(self.data_plane.model_statistics(self.model.name))
+
+    async def model_statistics(self, model_name: str, model_version: str | None = None) -> Response:
+        check_model(model_name, model_version, self.model.name)
+        return json_response(self.data_plane.model_statistics(model_name))
+
     async def model_ready(self, model_name: str, model_version: str | None = None) -> Response:
         check_model(model_name, model_version, self.model.name)
         if not await self.model.healthy():

@@ -40,6 +40,7 @@ from carousel.predictor import CarouselModel
 from carousel.security import Security
 from carousel.telemetry.metrics import EngineMetrics, versions
 from carousel.telemetry.notes import NoteTaker
+from carousel.telemetry.statistics import RequestStatistics
 
 logger = logging.getLogger("carousel.server")
 
@@ -94,7 +95,8 @@ class CarouselServer(ModelServer):
         )
         self.settings = settings
         self.lifecycle = lifecycle
-        self.dataplane = CarouselDataPlane(self.registered_models, lifecycle)
+        self.statistics = RequestStatistics()
+        self.dataplane = CarouselDataPlane(self.registered_models, lifecycle, self.statistics)
         self.security = security or Security()
         self.metrics = EngineMetrics(
             settings.model_name, lifecycle.stats, lambda: lifecycle.ready, vllm_names=settings.vllm_metrics
@@ -294,7 +296,7 @@ class CarouselServer(ModelServer):
             await model.start_engine()
             assert self.lifecycle.engine is not None
             timeline = self.lifecycle.engine.timeline
-            timeline.observers += [self.metrics, NoteTaker()]
+            timeline.observers += [self.metrics, self.statistics, NoteTaker()]
             faults.install(timeline, os.environ)
         except asyncio.CancelledError:
             raise

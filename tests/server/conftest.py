@@ -1,74 +1,27 @@
-"""A whole server around the fake engine, in a thread, once per module."""
+"""A server around the fake engine: in a thread, once per module, or as a process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.ports import free_port
-from tests.server.fake_engine import FakeEngine, fake_factory
-
-from carousel.config import Settings
-from carousel.server import serve
+from tests.server.harness import Running, answers, serving_fake, wait_until
 
 HERE = Path(__file__).parent
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Poll; fails the test when ``condition`` stays false."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not true within {seconds} s"
-        time.sleep(0.005)
-
-
-@dataclass
-class RunningServer:
-    settings: Settings
-    engines: list[FakeEngine] = field(default_factory=list)
-    servers: list[object] = field(default_factory=list)
-
-    @property
-    def engine(self) -> FakeEngine:
-        return self.engines[0]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.settings.http_port}"
-
-    @property
-    def grpc(self) -> str:
-        return f"127.0.0.1:{self.settings.grpc_port}"
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    """A server that is ready. Tests may set the engine's pace: it is put back after each."""
-    settings = Settings(
-        model="fake", model_name="fake", http_port=free_port(), grpc_port=free_port(), drain_seconds=1,
-        max_request_bytes=1_000_000, log_level="error",
-    )  # fmt: skip
-    running = RunningServer(settings)
-    factory = fake_factory(running.engines.append)
-    codes: list[int] = []
-    thread = threading.Thread(
-        target=lambda: codes.append(serve(settings, engine_factory=factory, on_server=running.servers.append)),
-        daemon=True,
-    )
-    thread.start()
-    wait_until(lambda: _answers(running.url + "/readyz"), 20)
-    yield running
-    running.servers[0].request_stop()
-    thread.join(10)
-    assert codes == [0]
+def server() -> Iterator[Running]:
+    """A server around the fake engine. Tests may set the engine's pace: it is put back after each."""
+    with serving_fake() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -79,15 +32,8 @@ def fresh_pace(request: pytest.FixtureRequest) -> Iterator[None]:
         engine.delay_s, engine.refuse, engine.failure, engine.alive = 0.0, None, None, True
 
 
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[httpx.Client]:
+def client(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=10) as client:
         yield client
 
@@ -103,7 +49,7 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.http_port}"
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.process.poll() is not None or _answers(self.url + "/readyz"), 20)
+        wait_until(lambda: self.process.poll() is not None or answers(self.url + "/readyz"), 20)
         assert self.process.poll() is None, "the server ended before it was ready"
 
     def finish(self, seconds: float = 10) -> tuple[int, str]:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import httpx
 from tests.engine.tiny import tiny_model, tiny_settings
 from tests.ports import free_port
+from tests.server.fake_engine import FakeEngine, fake_factory
 
 from carousel.config import Settings
 from carousel.engine.engine import Engine
@@ -89,6 +90,9 @@ class Running:
         return self.codes[0]
 
 
+Server = TypeVar("Server", bound=Running)
+
+
 def tiny_factory(keep: list[Any], step_s: float = 0.0) -> Callable[[Settings], PacedEngine]:
     """Makes the real engine on the tiny model, with at least ``step_s`` per step once it is warm."""
 
@@ -105,13 +109,17 @@ def tiny_factory(keep: list[Any], step_s: float = 0.0) -> Callable[[Settings], P
 
 @contextmanager
 def serving(
-    factory: Callable[[list[Any]], Callable[[Settings], Any]] = tiny_factory, *, ready: bool = True, **changes: Any
-) -> Iterator[Running]:
-    """A server on free ports. Unless it has ended by itself, it must end with exit code 0."""
+    factory: Callable[[list[Any]], Callable[[Settings], Any]] = tiny_factory,
+    *,
+    ready: bool = True,
+    kind: type[Server] = Running,
+    **changes: Any,
+) -> Iterator[Server]:
+    """A server on free ports, as a ``kind``. Unless it has ended by itself, it must end with exit code 0."""
     settings = replace(
         tiny_settings(http_port=free_port(), grpc_port=free_port(), drain_seconds=2.0, log_level="error"), **changes
     )
-    running = Running(settings)
+    running = kind(settings)
     make = factory(running.engines)
     running.thread = threading.Thread(
         target=lambda: running.codes.append(serve(settings, engine_factory=make, on_server=running.servers.append)),
@@ -127,6 +135,22 @@ def serving(
     finally:
         if running.thread.is_alive() and running.servers:
             assert running.stop() == 0
+
+
+@contextmanager
+def serving_fake(prepare: Callable[[FakeEngine], None] = lambda engine: None, **changes: Any) -> Iterator[Running]:
+    """A server around the fake engine, which ``prepare`` may change."""
+
+    def factory(keep: list[Any]) -> Callable[[Settings], FakeEngine]:
+        def keep_and_prepare(engine: FakeEngine) -> None:
+            keep.append(engine)
+            prepare(engine)
+
+        return fake_factory(keep_and_prepare)
+
+    small = {"drain_seconds": 1, "max_request_bytes": 1_000_000}
+    with serving(factory, **{"model": "fake", "model_name": "fake", **small, **changes}) as running:
+        yield running
 
 
 def listens(port: int) -> bool:

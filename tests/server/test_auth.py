@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
-from tests.server.fake_engine import fake_factory
-from tests.server.harness import Running, serving, wait_until
+from tests.server.harness import Running, serving_fake, wait_until
 
 from carousel.auth import (
     ApiKeys,
@@ -199,7 +198,7 @@ CALLS = {
 def guarded(tmp_path_factory: pytest.TempPathFactory):
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"{KEY}\n{GOLD}=gold\n")
-    with serving(lambda keep: fake_factory(keep.append), api_keys=str(file), log_level="debug") as running:
+    with serving_fake(model_name="tiny", api_keys=str(file), log_level="debug") as running:
         log = io.StringIO()
         handler = logging.StreamHandler(log)
         logging.getLogger().addHandler(handler)
@@ -313,7 +312,7 @@ def test_a_changed_file_counts_at_once(guarded: Running) -> None:
 
 def test_a_server_with_bad_keys_does_not_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "keys").write_text("bad key")
-    with serving(lambda keep: fake_factory(keep.append), ready=False, api_keys=str(tmp_path / "keys")) as running:
+    with serving_fake(ready=False, api_keys=str(tmp_path / "keys")) as running:
         running.thread.join(10)
         assert running.codes == [1]
     assert "--api-keys" in capfd.readouterr().err

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 from tests.server.tiny_server import (
     CHAT,
     GENERATE,

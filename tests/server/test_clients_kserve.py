@@ -12,7 +12,7 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from tests.ports import free_port
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 from tests.server.tiny_server import MODEL, TinyServer, tiny_server
 
 PROMPTS = ["abc", "hé", "xyz"]
@@ -131,6 +131,26 @@ def test_triton_infer(tiny, expected, binary_in, binary_out, version):
         check(later.get_result(timeout=10), expected)
 
 
+def test_triton_statistics(tiny):
+    with triton.InferenceServerClient(tiny.url.removeprefix("http://")) as client:
+        (before,) = client.get_inference_statistics(MODEL, "1")["model_stats"]
+        client.infer(MODEL, inputs(triton, True), parameters=PLAIN)
+        (after,) = client.get_inference_statistics()["model_stats"]
+    assert (after["name"], after["version"]) == (MODEL, "1")
+    earlier, later = before["inference_stats"], after["inference_stats"]
+    grown = {
+        kind: (later[kind]["count"] - earlier[kind]["count"], later[kind]["ns"] > earlier[kind]["ns"]) for kind in later
+    }
+    rows = after["inference_count"] - before["inference_count"]
+    assert rows == len(PROMPTS)  # each row of the batch is a request of the engine
+    for kind in ("success", "queue", "compute_input", "compute_infer"):
+        assert grown[kind] == (rows, True)
+    assert grown["fail"] == (0, False)
+    assert grown["cache_hit"][0] + grown["cache_miss"][0] == rows
+    assert after["execution_count"] > before["execution_count"]
+    assert after["last_inference"] >= before["last_inference"]
+
+
 def test_triton_asks_for_everything_that_the_protocol_has(tiny):
     with triton.InferenceServerClient(tiny.url.removeprefix("http://")) as client:
         assert client.is_server_live()
@@ -148,7 +168,7 @@ def test_triton_asks_for_everything_that_the_protocol_has(tiny):
             assert config["input"] == [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [-1]}]
             assert [item["name"] for item in config["output"]] == [item["name"] for item in metadata["outputs"]]
             assert {item["data_type"] for item in config["output"]} == {"TYPE_STRING", "TYPE_INT32"}
-        for ask in (client.get_model_metadata, client.get_model_config):
+        for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
             with pytest.raises(triton.InferenceServerException, match="versions/7"):
                 ask(MODEL, "7")
         assert not client.is_model_ready(MODEL, "7")

@@ -7,7 +7,7 @@ import threading
 
 import httpx
 import pytest
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 from tests.server.overload import tiny_process
 
 from carousel import faults

@@ -12,9 +12,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from tests.server.conftest import wait_until
 from tests.server.grpc_calls import Client, counts, infer_request, texts
-from tests.server.harness import serving
+from tests.server.harness import serving, wait_until
 
 from carousel.engine.request import FinishReason
 

@@ -7,8 +7,8 @@ import signal
 
 import grpc
 import pytest
-from tests.server.conftest import wait_until
 from tests.server.grpc_calls import Client, counts, infer_request, is_final, texts
+from tests.server.harness import wait_until
 
 from carousel import grpc_stream
 from carousel.engine.errors import EngineUnavailable, QueueFull

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 
 from carousel.engine.request import FinishReason
 
@@ -65,6 +65,7 @@ def test_configuration_and_metadata(seen):
     assert config["inputs"] == [["text_input", "TYPE_STRING", [-1]]]
     assert config["outputs"]["text_output"] == "TYPE_STRING"
     assert config["outputs"]["completion_tokens"] == "TYPE_INT32"
+    assert seen["statistics"] == [[["fake", "1", 2]]] * 2, "of one model and of all: the two streams that ended"
     assert seen["index"] == [["fake", "1", "READY"]]
     assert seen["server"][0] == "carousel"
     assert "binary_tensor_data" in seen["server"][1]
@@ -72,9 +73,9 @@ def test_configuration_and_metadata(seen):
 
 
 def test_what_does_not_exist_says_so(seen):
-    for name in ("unknown_config", "unknown_version", "unknown_ready"):
+    for name in ("unknown_config", "unknown_version", "unknown_ready", "unknown_statistics"):
         assert seen[name].startswith("[StatusCode.NOT_FOUND]"), seen[name]
-    assert seen["statistics"].startswith("[StatusCode.UNIMPLEMENTED]")
+    assert seen["shared_memory"].startswith("[StatusCode.UNIMPLEMENTED]")
 
 
 def test_compression(seen):

@@ -11,7 +11,8 @@ import grpc
 import httpx
 import pytest
 from kserve import InferenceGRPCClient, InferInput, InferRequest
-from tests.server.conftest import ServerProcess, wait_until
+from tests.server.conftest import ServerProcess
+from tests.server.harness import wait_until
 
 STREAM = "/v2/models/fake/generate_stream"
 GENERATE = "/v2/models/fake/generate"

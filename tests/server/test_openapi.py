@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -14,14 +13,11 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
 from schemathesis.specs.openapi import checks
-from tests.ports import free_port
-from tests.server.conftest import RunningServer, _answers, wait_until
-from tests.server.fake_engine import FakeEngine, fake_factory
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import Running, serving_fake
 
 from carousel import docs_page, openapi, openapi_schemas
-from carousel.config import Settings
 from carousel.protocols import common
-from carousel.server import serve
 
 DOCUMENT = openapi.document("fake")
 OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
@@ -42,27 +38,14 @@ EXAMPLES = 6
 
 
 @pytest.fixture(scope="module")
-def short_server() -> Iterator[RunningServer]:
+def short_server() -> Iterator[Running]:
     """A server with /docs, whose model ends soon, whatever max_tokens and n say."""
-    options = Settings(
-        model="fake", model_name="fake", http_port=free_port(), grpc_port=free_port(), grpc=False, drain_seconds=1,
-        max_request_bytes=1_000_000, log_level="critical", enable_docs=True,
-    )  # fmt: skip
-    running = RunningServer(options)
 
     def shorten(engine: FakeEngine) -> None:
         engine.max_model_len = 64
-        running.engines.append(engine)
 
-    thread = threading.Thread(
-        target=lambda: serve(options, engine_factory=fake_factory(shorten), on_server=running.servers.append),
-        daemon=True,
-    )
-    thread.start()
-    wait_until(lambda: _answers(running.url + "/readyz"), 20)
-    yield running
-    running.servers[0].request_stop()
-    thread.join(10)
+    with serving_fake(shorten, grpc=False, log_level="critical", enable_docs=True) as running:
+        yield running
 
 
 def test_every_route_is_in_the_document_and_nothing_else(short_server):
@@ -171,7 +154,7 @@ def test_answers_to_bad_requests_conform(short_server, case):
     _check(short_server, case)
 
 
-def _check(server: RunningServer, case: schemathesis.Case) -> None:
+def _check(server: Running, case: schemathesis.Case) -> None:
     for name in ("model_name", "model_version"):
         if name in (case.path_parameters or {}) and len(str(case.path_parameters[name])) % 4:
             case.path_parameters[name] = {"model_name": "fake", "model_version": "1"}[name]  # mostly the served one

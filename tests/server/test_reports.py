@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 
 from carousel.engine.errors import QueueFull
 from carousel.generation import LONG_TEXT

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from kserve import InferenceGRPCClient, InferInput, InferRequest
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 
 from carousel.engine.request import FinishReason
 

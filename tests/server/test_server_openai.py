@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from tests.server.conftest import RunningServer
+from tests.server.harness import Running
 
 from carousel.engine.errors import EngineUnavailable, QueueFull
 
@@ -15,7 +15,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/openai/v1", api_key="none", max_retries=0) as client:
         yield client
 

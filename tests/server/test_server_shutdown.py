@@ -15,7 +15,7 @@ import grpc
 import httpx
 import pytest
 from kserve import InferenceGRPCClient, InferInput, InferRequest
-from tests.server.conftest import wait_until
+from tests.server.harness import wait_until
 
 STREAM = "/v2/models/fake/generate_stream"
 GENERATE = "/v2/models/fake/generate"

@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
-from tests.server.fake_engine import fake_factory
-from tests.server.harness import Running, serving, wait_until
+from tests.server.harness import Running, serving_fake, wait_until
 
 from carousel.tls import Tls, TlsFiles, TlsUnusable
 
@@ -117,15 +116,11 @@ def grpc_live(running: Running, authority: Authority, client: Issued | None = No
         return GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=5).live
 
 
-def fake_server(**changes: str):
-    return serving(lambda keep: fake_factory(keep.append), **changes)
-
-
 def test_both_servers_speak_tls_and_take_a_renewed_certificate(tmp_path):
     first, second = AUTHORITY.issue(), AUTHORITY.issue()
-    with fake_server(**flags(write(tmp_path, first))) as running:
+    with serving_fake(**flags(write(tmp_path, first))) as running:
         with httpx.Client(base_url=running.url, verify=trusting(AUTHORITY), timeout=10) as kept:
-            assert kept.post("/v2/models/tiny/generate", json=BODY).json()["text_output"] == "w0 w1 "
+            assert kept.post("/v2/models/fake/generate", json=BODY).json()["text_output"] == "w0 w1 "
             assert grpc_live(running, AUTHORITY)
             with pytest.raises(httpx.TransportError):
                 httpx.get(running.url.replace("https", "http") + "/livez", timeout=5)
@@ -147,7 +142,7 @@ def test_clients_need_a_certificate_where_one_is_asked_for(tmp_path):
     (tmp_path / "client").mkdir()
     issued = clients.issue()
     client = write(tmp_path / "client", issued)
-    with fake_server(**flags(write(tmp_path, AUTHORITY.issue(), clients.pem))) as running:
+    with serving_fake(**flags(write(tmp_path, AUTHORITY.issue(), clients.pem))) as running:
         with httpx.Client(verify=trusting(AUTHORITY, client), timeout=10) as known:
             assert known.get(running.url + "/livez").status_code == 200
         with pytest.raises(httpx.TransportError):
@@ -196,7 +191,7 @@ def test_bad_files_are_named_at_the_start(tmp_path, spoil, flag, words):
 def test_a_server_with_bad_files_does_not_start(tmp_path, capfd):
     files = write(tmp_path, AUTHORITY.issue())
     files.key.write_text("hello")
-    with serving(lambda keep: fake_factory(keep.append), ready=False, **flags(files)) as running:
+    with serving_fake(ready=False, **flags(files)) as running:
         running.thread.join(10)
         assert running.codes == [1]
     assert "not a PEM file" in capfd.readouterr().err

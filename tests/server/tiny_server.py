@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
-from unittest.mock import patch
 
 import httpx
-from tests.engine.tiny import tiny_model, tiny_settings
-from tests.ports import free_port
-from tests.server.conftest import wait_until
-
-from carousel.config import Settings
-from carousel.engine.engine import Engine
-from carousel.server import serve
+from tests.server.harness import Running, serving, wait_until
 
 MODEL = "tiny"
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -29,22 +20,10 @@ PREDICT, INFER = "/v1/models/tiny:predict", "/v2/models/tiny/infer"
 GENERATE, STREAM = "/v2/models/tiny/generate", "/v2/models/tiny/generate_stream"
 
 
-@dataclass
-class TinyServer:
-    """``engine`` is the one that runs; ``address`` is for raw sockets."""
+class TinyServer(Running):
+    """``address`` is for raw sockets."""
 
-    settings: Settings
-    engines: list[Engine] = field(default_factory=list)
-    servers: list[Any] = field(default_factory=list)
-    tasks_at_rest: int = 0
-
-    @property
-    def engine(self) -> Engine:
-        return self.engines[0]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.settings.http_port}"
+    tasks_at_rest: int
 
     @property
     def address(self) -> tuple[str, int]:
@@ -87,44 +66,13 @@ class TinyServer:
 
 @contextlib.contextmanager
 def tiny_server(**changes: Any) -> Iterator[TinyServer]:
-    """A ready server; ``changes`` are settings. Fails if it does not end cleanly."""
-    settings = dataclasses.replace(
-        tiny_settings(), model="tiny", http_port=free_port(), grpc=False, drain_seconds=2.0, log_level="critical"
-    )
-    settings = dataclasses.replace(settings, **changes)
-    running = TinyServer(settings)
-
-    def factory(given: Settings) -> Engine:
-        engine = Engine(tiny_model(), given)
-        with patch("carousel.config.MIN_KV_CACHE_BYTES", 1):
-            engine.start()
-        running.engines.append(engine)
-        return engine
-
-    codes: list[int] = []
-
-    def run() -> None:
-        codes.append(serve(settings, engine_factory=factory, on_server=running.servers.append))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    wait_until(lambda: _ready(running.url), 30)
-    wait_until(lambda: running.connections == 0)
-    running.tasks_at_rest = running.tasks
-    try:
+    """A ready server without gRPC; ``changes`` are settings. Fails if it does not end cleanly."""
+    settings = {"model": "tiny", "grpc": False, "log_level": "critical", **changes}
+    with serving(kind=TinyServer, **settings) as running:
+        wait_until(lambda: running.connections == 0)
+        running.tasks_at_rest = running.tasks
         yield running
-    finally:
-        running.servers[0].request_stop()
-        thread.join(15)
-        assert codes == [0]
-        assert not running.engine.alive  # its thread has ended
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/readyz", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+    assert not running.engine.alive  # its thread has ended
 
 
 PROMPT = "the quick brown fox jumps over"

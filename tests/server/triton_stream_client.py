@@ -80,6 +80,10 @@ def configuration(client) -> None:
         "max_batch_size": config.max_batch_size,
     }
     results["index"] = [[m.name, m.version, m.state] for m in client.get_model_repository_index().models]
+    results["statistics"] = [
+        [[model.name, model.version, model.inference_stats.success.count] for model in answer.model_stats]
+        for answer in (client.get_inference_statistics("fake", "1"), client.get_inference_statistics())
+    ]
     metadata = client.get_server_metadata()
     results["server"] = [metadata.name, list(metadata.extensions)]
     model = client.get_model_metadata("fake", "1")
@@ -88,7 +92,8 @@ def configuration(client) -> None:
         ("unknown_config", lambda: client.get_model_config("other")),
         ("unknown_version", lambda: client.get_model_config("fake", "7")),
         ("unknown_ready", lambda: client.is_model_ready("other")),
-        ("statistics", lambda: client.get_inference_statistics("fake")),
+        ("unknown_statistics", lambda: client.get_inference_statistics("other")),
+        ("shared_memory", lambda: client.get_system_shared_memory_status()),
     ):
         try:
             results[name] = str(call())
