@@ -64,7 +64,7 @@ class FileServer:
             self.cuts -= 1
             end = start + self.cut_after
             handler.close_connection = True
-        handler.wfile.write(content[start:end])
+        handler.wfile.write(memoryview(content)[start:end])
 
 
 class FakeHub(FileServer):

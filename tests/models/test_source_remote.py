@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_http_file_is_fetched_once(web: FileServer, tmp_path: Path) -> None:
     assert resolve(f"{web.url}/m.gguf", cache_dir=tmp_path) == path
     assert len(web.requests) == seen
     assert [file.name for file in path.parent.iterdir()] == ["m.gguf"]
+
+
+def test_kserve_5326_a_download_is_never_in_memory_as_a_whole(web: FileServer, tmp_path: Path) -> None:
+    """kserve#5326, #5162: the storage initializer ran out of memory."""
+    web.files["/big.gguf"] = bytes(48 << 20)
+    tracemalloc.start()
+    try:
+        path = resolve(f"{web.url}/big.gguf", cache_dir=tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size == 48 << 20
+    assert peak < 16 << 20  # chunks and their copies, on both sides of the connection
 
 
 def test_interrupted_connections_are_resumed_within_a_run(
