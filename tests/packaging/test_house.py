@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = {
     ".git",
     ".venv",
+    ".clients",
     "build",
     "dist",
     "__pycache__",

@@ -72,15 +72,14 @@ def test_guidellm(tiny, tmp_path, route):
     assert generated(tiny) - before == REQUESTS * OUTPUT
 
 
-@pytest.mark.parametrize("kind", ["chat", "completions"])
-def test_aiperf(tiny, tmp_path, kind):
+def test_aiperf(tiny, tmp_path):
     run = client("aiperf")
     byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
     before = generated(tiny)
     run(
-        "profile", "--model", MODEL, "--url", tiny.url, "--endpoint-type", kind, "--streaming",
+        "profile", "--model", MODEL, "--url", tiny.url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", tmp_path, "--concurrency", STREAMS, "--request-count", REQUESTS,
         "--synthetic-input-tokens-mean", 12, "--synthetic-input-tokens-stddev", 0,
         "--output-tokens-mean", OUTPUT, "--output-tokens-stddev", 0, "--extra-inputs", "ignore_eos:true",
