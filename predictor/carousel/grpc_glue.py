@@ -235,6 +235,9 @@ async def _answer(inner: Callable[[], Awaitable[Any]], method: str, context: Any
         try:
             response = await inner()
             code = "OK"
+            timing = notes.server_timing()
+            if timing is not None:
+                context.set_trailing_metadata((("server-timing", timing),))
             return response
         except asyncio.CancelledError:
             await notes.settle()  # the line shall say what became of the requests

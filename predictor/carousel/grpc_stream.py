@@ -2,7 +2,8 @@
 
 A request is a ``ModelInferRequest`` as for ``ModelInfer``; any number of them run side by side. Each delta is one
 response with the request's id, the output tensors of ``protocols.v2_stream`` and the parameter
-``triton_final_response``: true on the request's last response. With ``triton_enable_empty_final_response`` the last
+``triton_final_response``: true on the request's last response, which also has ``queue_time``, the seconds before the
+request was first computed, as a string. With ``triton_enable_empty_final_response`` the last
 response is one of its own, without outputs, for clients that stop reading when they see the flag. With the parameter
 ``stream`` false the request's whole answer comes as one response.
 
@@ -35,7 +36,7 @@ from carousel.protocols import v2
 from carousel.protocols.errors import RequestCancelled
 from carousel.protocols.v2 import V2Call, V2Tensor
 from carousel.protocols.v2_stream import Deltas, gather
-from carousel.telemetry.notes import open_notes
+from carousel.telemetry.notes import current_notes, open_notes
 from carousel.tensors import neutral_request, request_from_grpc
 
 logger = logging.getLogger("carousel.grpc")
@@ -196,6 +197,9 @@ def response(call: V2Call, tensors: Sequence[V2Tensor], *, raw: bool, final: boo
     message = answer.infer_response
     message.id, message.model_name, message.model_version = call.id, call.context.model_name, MODEL_VERSION
     message.parameters[FINAL].bool_param = final
+    notes = current_notes.get()
+    if final and notes is not None and notes.queue_s is not None:
+        message.parameters["queue_time"].string_param = f"{notes.queue_s:.6f}"  # there are no numbers but integers
     for tensor in tensors:
         output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if tensor.datatype == "BYTES":

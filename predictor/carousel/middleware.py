@@ -108,6 +108,7 @@ class _Exchange:
         self.watcher: asyncio.Task[None] | None = None
         self.task = asyncio.current_task()
         self.shown: dict[str, str] = {}
+        self.notes: Notes | None = None
         given, length, traceparent, headers = "", "0", "", []
         for name, value in scope["headers"]:
             if name == b"x-request-id":
@@ -132,6 +133,7 @@ class _Exchange:
         token, span = current_request_id.set(self.request_id), tracing.current_trace.set(self.trace)
         try:
             with open_notes() as notes:
+                self.notes = notes
                 try:
                     await self._guarded()
                     if self.status == CLIENT_LEFT:
@@ -213,6 +215,9 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode("latin-1"))]
+            timing = self.notes.server_timing() if self.notes is not None else None
+            if timing is not None:  # an answer that streams begins before its requests have a record
+                headers.append((b"server-timing", timing.encode()))
             if self.trace is not None:
                 headers.append((b"traceparent", self.trace.traceparent.encode()))
             if self.status in (408, 413) or (self.layer.draining() and self._may_end):

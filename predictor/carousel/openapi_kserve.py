@@ -5,6 +5,7 @@ from __future__ import annotations
 from carousel.openapi_schemas import (
     OPTIONS,
     PARAMETERS,
+    QUEUE_TIME,
     SAMPLING,
     Schema,
     array,
@@ -49,7 +50,8 @@ _INSTANCE = obj(
 )
 _REASON: Schema = {"enum": ["eos", "stop", "length", "cancelled", "timeout"]}
 _V1_USAGE = obj(
-    dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"), _COUNT),
+    dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"), _COUNT)
+    | {"queue_time": QUEUE_TIME},
     ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"),
 )
 _TENSOR = {"name": text(), "datatype": {"enum": list(_DATATYPES)}, "shape": array(_COUNT)}
@@ -178,7 +180,9 @@ V2: dict[str, Schema] = {
             "text_output": text(),
             "model_name": text(),
             "model_version": text(),
-            "details": obj({"finish_reason": text(), "logprobs": _TOKENS}, ("finish_reason", "logprobs")),
+            "details": obj(
+                {"finish_reason": text(), "logprobs": _TOKENS, "queue_time": QUEUE_TIME}, ("finish_reason", "logprobs")
+            ),
         },
         ("text_output", "model_name", "model_version"),
     ),
@@ -187,10 +191,12 @@ V2: dict[str, Schema] = {
             "text_output": text(),
             "model_name": text(),
             "model_version": text(),
-            "details": obj({"finish_reason": nullable(text()), "token": obj(_TOKEN)}, ("finish_reason",)),
+            "details": obj(
+                {"finish_reason": nullable(text()), "token": obj(_TOKEN), "queue_time": QUEUE_TIME}, ("finish_reason",)
+            ),
         },
         ("text_output", "model_name", "model_version"),
-        "The last event has details.finish_reason.",
+        "The last event has details.finish_reason and details.queue_time.",
     ),
     "ServerMetadata": obj(
         {"name": text(), "version": text(), "extensions": array(text())}, ("name", "version", "extensions")

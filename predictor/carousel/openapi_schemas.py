@@ -68,6 +68,7 @@ def _described(schema: Schema, description: str) -> Schema:
 
 _COUNT = {"type": "integer", "minimum": 0}
 _TOKEN_ID = {"type": "integer", "minimum": 0}
+QUEUE_TIME = {"type": "number", "minimum": 0, "description": "Seconds before the request was first computed."}
 _TOKEN_IDS = array(_TOKEN_ID)
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": common.MAX_SECONDS}
 _STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
@@ -195,6 +196,7 @@ _USAGE = obj(
         "completion_tokens": _COUNT,
         "total_tokens": _COUNT,
         "prompt_tokens_details": obj({"cached_tokens": _COUNT}, ("cached_tokens",)),
+        "queue_time": QUEUE_TIME,
     },
     ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"),
 )

@@ -424,6 +424,16 @@ def failure(output: Output) -> CarouselError | None:
     return None
 
 
+def queue_time(waited_s: float | None) -> dict[str, float]:
+    """The field ``queue_time``: seconds before a request was first computed. Nothing while nobody knows."""
+    return {} if waited_s is None else {"queue_time": round(waited_s, 6)}
+
+
+def waited_s(output: Output) -> float | None:
+    """What the last delta of a choice says of its wait."""
+    return None if output.timings is None else output.timings.queue_s
+
+
 def final_reason(output: Output) -> FinishReason:
     """Why a finished choice ended, for protocols that can say ``timeout`` and ``cancelled``.
 

@@ -4,9 +4,10 @@ Request: ``{"text_input": str, "parameters": {...}}``; parameters as in V1 plus 
 unless the client or the model's generation_config says otherwise: this protocol's default, of this protocol alone.
 
 Answer: ``{"text_output", "model_name", "model_version"}``; with ``details`` also ``{"details": {"finish_reason",
-"logprobs"}}``. Stream: one event per delta; with ``details`` one per token, each with ``details.token``; the last event
-always has ``details.finish_reason``. The protocol's reasons are ``length``, ``eos_token`` and ``stop_sequence``; a
-request that ended otherwise says so truthfully: ``timeout`` or ``cancelled``.
+"logprobs", "queue_time"}}``. Stream: one event per delta; with ``details`` one per token, each with ``details.token``;
+the last event always has ``details.finish_reason`` and ``details.queue_time``, seconds. The protocol's reasons are
+``length``, ``eos_token`` and ``stop_sequence``; a request that ended otherwise says so truthfully: ``timeout`` or
+``cancelled``.
 """
 
 from __future__ import annotations
@@ -107,19 +108,21 @@ def render(call: GenerateCall, results: list[list[Output]]) -> dict[str, Any]:
     reason = common.final_reason(output)
     details = None
     if call.details or reason in (FinishReason.TIMEOUT, FinishReason.CANCELLED):
-        details = {"finish_reason": _reason(reason), "logprobs": _records(call, output)}
+        wait = common.queue_time(common.waited_s(output))
+        details = {"finish_reason": _reason(reason), "logprobs": _records(call, output), **wait}
     return _body(call, output.text, details)
 
 
 def _events(call: GenerateCall, output: Output) -> bytes:
     """The events of one delta. With details: one per token, the text on the last of them."""
     reason = None if output.finish_reason is None else _reason(output.finish_reason)
+    end = {"finish_reason": reason, **common.queue_time(common.waited_s(output))}
     records = _records(call, output) if call.details else []
     parts = [sse.event(_body(call, "", {"finish_reason": None, "token": record})) for record in records[:-1]]
     if records:
-        parts.append(sse.event(_body(call, output.text, {"finish_reason": reason, "token": records[-1]})))
+        parts.append(sse.event(_body(call, output.text, {**end, "token": records[-1]})))
     elif reason is not None:
-        parts.append(sse.event(_body(call, output.text, {"finish_reason": reason})))
+        parts.append(sse.event(_body(call, output.text, end)))
     elif output.text:
         parts.append(sse.event(_body(call, output.text, None)))
     return b"".join(parts)

@@ -162,6 +162,7 @@ class Usage:
         self._prompts = [0] * len(call.requests)
         self._cached = [0] * len(call.requests)
         self._completions = [0] * (len(call.requests) * call.n)
+        self._waits: dict[int, float] = {}  # by prompt: until its first choice took a seat
         self._n = call.n
         self._only_echo = call.only_echo
         self.unfinished = len(self._completions)
@@ -174,14 +175,18 @@ class Usage:
             self._completions[which * self._n + output.index] = output.completion_tokens
         if output.finish_reason is not None:
             self.unfinished -= 1
+        if (waited := common.waited_s(output)) is not None:
+            self._waits[which] = min(waited, self._waits.get(which, waited))
 
     def body(self) -> dict[str, Any]:
         prompts, completions = sum(self._prompts), sum(self._completions)
+        waited = None if self.unfinished else max(self._waits.values(), default=None)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": completions,
             "total_tokens": prompts + completions,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            **common.queue_time(waited),  # not OpenAI's; others who tell it call it so
         }
 
 

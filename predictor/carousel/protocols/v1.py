@@ -92,13 +92,14 @@ def parse(body: object, context: Context) -> V1Call:
     return call
 
 
-def usage(output: Output) -> dict[str, int]:
-    """Token counts of one finished choice."""
+def usage(output: Output) -> dict[str, float]:
+    """Token counts of one finished choice, and the seconds that it waited."""
     return {
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": output.completion_tokens,
         "total_tokens": output.prompt_tokens + output.completion_tokens,
         "cached_tokens": output.cached_tokens,
+        **common.queue_time(common.waited_s(output)),
     }
 
 

@@ -87,6 +87,16 @@ class Notes:
             found["prompts"] = [_shown(prompt) for prompt in self.prompts]
         return found
 
+    @property
+    def queue_s(self) -> float | None:
+        """How long the call waited: the longest of its requests' queue times, once all of them have ended."""
+        waits = [record.queue_s for record in self.records if record.queue_s is not None]
+        return None if self._missing else max(waits, default=None)
+
+    def server_timing(self) -> str | None:
+        """That as a value of the header ``Server-Timing`` (W3C), in milliseconds."""
+        return None if self.queue_s is None else f"queue;dur={self.queue_s * 1000:.3f}"
+
     def summary(self) -> str:
         """The same in a few words, for people; empty for a call that ran nothing."""
         fields = self.fields()
