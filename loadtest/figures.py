@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from loadtest.histogram import Histogram
+from carousel.bench.histogram import Histogram
+from carousel.bench.slo import TOTAL
 
 #: ``lag`` is how late the load generator itself sent a request: it belongs to the generator, not to the server.
 TIMES = ("ttft", "itl", "tpot", "queue", "e2e", "lag")
 COUNTS = ("requests", "failures", "unfinished", "prompt_tokens", "output_tokens")
-TOTAL = "all"
 
 
 @dataclass(slots=True)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from carousel.bench.slo import Slo, SloError, parse_slo, split_slos
 from carousel.bench.workload import Workload, WorkloadError
 from loadtest.arrivals import SHAPES, ArrivalError, Shape
+from loadtest.figures import TIMES
 from loadtest.protocols import PROTOCOLS
-from loadtest.slo import Slo, SloError, parse_slo, split_slos
 from loadtest.sources import Limits, open_workload
 
 GRPC_PORT = 8081
@@ -21,7 +22,7 @@ def _slos(text: str) -> str:
     """Checked here and kept as text: a master sends its options to its workers as plain data."""
     try:
         for part in split_slos([text]):
-            parse_slo(part)
+            parse_slo(part, TIMES)
     except SloError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -79,7 +80,7 @@ def add_options(parser: Any) -> None:
 
 def slos_of(options: Any) -> list[Slo]:
     """Everything that ``--slo`` said."""
-    return [parse_slo(text) for text in split_slos(options.slo or [])]
+    return [parse_slo(text, TIMES) for text in split_slos(options.slo or [])]
 
 
 def shape_of(options: Any) -> Shape:

@@ -47,12 +47,6 @@ def path_of(protocol: str, target: Target) -> str:
     }[protocol]
 
 
-def headers_of(item: WorkItem) -> dict[str, str]:
-    """Tenant and priority; lower case, as gRPC's metadata wants it."""
-    headers = {} if item.tenant is None else {"x-carousel-tenant": item.tenant}
-    return headers if item.priority is None else headers | {"x-carousel-priority": str(item.priority)}
-
-
 def body_of(protocol: str, item: WorkItem, target: Target) -> dict[str, Any]:
     """The JSON body of a request over HTTP."""
     sampling: dict[str, Any] = {"max_tokens": item.output_len, "temperature": target.temperature}

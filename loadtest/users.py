@@ -15,7 +15,7 @@ from gevent.pool import Group
 from locust import FastHttpUser, User, task
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 
-from carousel.bench.workload import WorkItem
+from carousel.bench.workload import WorkItem, headers_of
 from loadtest import oip, protocols
 from loadtest.figures import Observation
 from loadtest.options import grpc_target
@@ -154,7 +154,7 @@ class _HttpUser(_Sender, FastHttpUser):
         response = self.client.post(
             protocols.path_of(self.protocol, target),
             json=protocols.body_of(self.protocol, item, target),
-            headers={"Accept-Encoding": "identity", **protocols.headers_of(item)},
+            headers={"Accept-Encoding": "identity", **headers_of(item)},
             stream=True,
             catch_response=True,
         )
@@ -226,7 +226,7 @@ class _GrpcUser(_Sender):
         return oip.infer_request(target.model, item.prompt, parameters)
 
     def send(self, item: WorkItem, seen: Observation, traffic: Traffic, target: Target) -> None:
-        metadata = list(protocols.headers_of(item).items())
+        metadata = list(headers_of(item).items())
         try:
             self.call(self._request(item, target), metadata, seen, traffic)
         except grpc.RpcError as error:
@@ -249,7 +249,8 @@ class GrpcUser(_GrpcUser):
         )
 
     def call(self, request: Any, metadata: list[tuple[str, str]], seen: Observation, traffic: Traffic) -> None:
-        response = self._infer(request, timeout=self._deadline, metadata=metadata)
+        response, call = self._infer.with_call(request, timeout=self._deadline, metadata=metadata)
+        protocols.read_headers(dict(call.trailing_metadata() or ()), seen)
         protocols.read_tensors(response, traffic.now(), seen)
 
 

@@ -15,6 +15,7 @@ import torch
 import carousel_kernels as ck
 from carousel.bench import inprocess
 from carousel.bench.measure import summary
+from carousel.bench.record import Recorder
 from carousel.bench.workload import WorkItem, Workload
 from carousel.engine.engine import Engine
 from carousel_kernels.bench.measure import Timer, copy_bandwidth
@@ -38,7 +39,7 @@ def _run(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The figures of a run with all requests at once, and its steps; on an engine that is gone afterwards."""
     engine = session.engine(seats, batching=mode)
-    collector = inprocess.StepCollector()
+    collector = Recorder()
     engine.timeline.observers.append(collector)
     try:
         return asyncio.run(inprocess.run(engine, Workload("check", items), rate=math.inf)), collector.steps
@@ -157,7 +158,7 @@ def _milliseconds(figures: dict[str, float | None]) -> dict[str, float | None]:
 async def _disturbed(
     engine: Engine, items: tuple[WorkItem, ...], intruders: tuple[WorkItem, ...]
 ) -> tuple[dict[str, float | None], list[Any]]:
-    collector = inprocess.StepCollector()
+    collector = Recorder()
     engine.timeline.observers.append(collector)
     times: list[list[float]] = [[] for _ in items]
     begun = asyncio.Event()

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loadtest.arrivals import ArrivalError, Shape
 from loadtest.figures import Board, Observation, Row
-from loadtest.histogram import GROWTH, Histogram
 from loadtest.options import add_options, problems
 from loadtest.protocols import AnswerError, Target
 from loadtest.sources import Limits, open_workload, prompt_of
 from loadtest.traffic import Traffic
 
+from carousel.bench.histogram import GROWTH, Histogram
 from carousel.bench.measure import percentile
-from carousel.bench.workload import WorkItem, WorkloadError
-from loadtest import oip, protocols, report, slo
+from carousel.bench.slo import SloError, parse_slo, split_slos
+from carousel.bench.workload import WorkItem, WorkloadError, headers_of
+from loadtest import figures, oip, protocols, report, slo
 
 SAMPLES = Path(__file__).resolve().parents[2] / "loadtest" / "samples"
 TIMES = st.lists(st.floats(0, 1000, allow_nan=False), min_size=1, max_size=60)
@@ -345,7 +346,7 @@ class TestSlo:
         ],
     )
     def test_verdicts(self, text: str, met: bool) -> None:
-        (verdict,) = slo.judge([slo.parse_slo(text)], self.rows())
+        (verdict,) = slo.judge([parse_slo(text, figures.TIMES)], self.rows())
         assert verdict.met is met
         assert text in verdict.line()
 
@@ -353,15 +354,15 @@ class TestSlo:
         "text", ["ttft_p99", "ttft=1s", "ttfb_p99=1s", "ttft_p99=1", "ttft_p99=fast", "errors=2", "itl_q=1s", "=1s"]
     )
     def test_a_bad_one_is_refused_with_what_is_allowed(self, text: str) -> None:
-        with pytest.raises(slo.SloError, match=r"allowed is NAME=LIMIT") as caught:
-            slo.parse_slo(text)
+        with pytest.raises(SloError, match=r"allowed is NAME=LIMIT") as caught:
+            parse_slo(text, figures.TIMES)
         assert repr(text) in str(caught.value)
 
     def test_several_in_one_option(self) -> None:
-        assert slo.split_slos(["a=1, b=2", "c[x y]=3 d=4"]) == ["a=1", "b=2", "c[x y]=3", "d=4"]
+        assert split_slos(["a=1, b=2", "c[x y]=3 d=4"]) == ["a=1", "b=2", "c[x y]=3", "d=4"]
 
     def test_junit(self, tmp_path: Path) -> None:
-        verdicts = slo.judge([slo.parse_slo("ttft_p50=1s"), slo.parse_slo("ttft_p50=1ms")], self.rows())
+        verdicts = slo.judge([parse_slo("ttft_p50=1s"), parse_slo("ttft_p50=1ms")], self.rows())
         slo.write_junit(tmp_path / "deep" / "j.xml", verdicts, 2.0)
         suite = ElementTree.parse(tmp_path / "deep" / "j.xml").getroot()[0]
         assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
@@ -379,7 +380,7 @@ class TestWire:
         assert chat["messages"] == [{"role": "user", "content": "hello"}]
         assert not {"ignore_eos", "return_token_ids"} & set(chat)
         assert protocols.path_of("chat", plain) == "/openai/v1/chat/completions"
-        assert protocols.headers_of(self.ITEM) == {"x-carousel-tenant": "gold", "x-carousel-priority": "-1"}
+        assert headers_of(self.ITEM) == {"x-carousel-tenant": "gold", "x-carousel-priority": "-1"}
 
     def test_our_own_server_reads_the_bodies(self) -> None:
         from tests.protocols.protocol_fakes import context as make_context

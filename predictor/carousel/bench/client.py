@@ -15,7 +15,8 @@ import aiohttp
 from carousel.bench import scrape
 from carousel.bench.inprocess import WARMUP_TOKENS, Progress, last_token
 from carousel.bench.measure import BenchError, RequestResult, check, figures
-from carousel.bench.workload import WorkItem, Workload
+from carousel.bench.record import record
+from carousel.bench.workload import WorkItem, Workload, headers_of
 
 _ROOTS = ("/openai/v1", "/v1")
 _ERROR_LENGTH = 300
@@ -106,7 +107,7 @@ class Client:
             "return_token_ids": True,  # says how many tokens a chunk holds; servers that do not know it ignore it
         }
         try:
-            async with self.session.post(self._root + "/completions", json=body) as response:
+            async with self.session.post(self._root + "/completions", json=body, headers=headers_of(item)) as response:
                 if response.status != 200:
                     detail = (await response.text())[:_ERROR_LENGTH]
                     result.error = f"HTTP {response.status}: {detail}"
@@ -159,6 +160,7 @@ async def _read_stream(
         if usage := event.get("usage"):
             result.prompt_tokens = usage.get("prompt_tokens", 0)
             result.output_tokens = usage.get("completion_tokens", 0)
+            result.queue = usage.get("queue_time")
     if not finished:
         result.error = "the stream broke off before [DONE]"
     elif not result.output_tokens:
@@ -166,12 +168,19 @@ async def _read_stream(
 
 
 async def run(
-    client: Client, workload: Workload, *, rate: float, concurrency: int = 0, progress: Progress | None = None
+    client: Client,
+    workload: Workload,
+    *,
+    rate: float,
+    concurrency: int = 0,
+    progress: Progress | None = None,
+    keep_record: bool = False,
 ) -> dict[str, Any]:
     """One measured run against a server; as :func:`carousel.bench.inprocess.run`.
 
-    Where the server does not say which token ids a chunk holds, ``itl`` takes each chunk for one token. Queue time and
-    occupancy are what ``/metrics`` grew by, so nobody else may use the server meanwhile.
+    Where the server does not say which token ids a chunk holds, ``itl`` takes each chunk for one token. Queue time is
+    what ``usage`` says of each request; where it says nothing, it is what ``/metrics`` grew by, as occupancy always is,
+    so nobody else may use the server meanwhile.
     """
     progress = progress or Progress()
     results: list[RequestResult] = []
@@ -186,7 +195,7 @@ async def run(
             if gate is not None:
                 await stack.enter_async_context(gate)
                 due = time.perf_counter() - start
-            result = RequestResult(item.id, due, item.output_len)
+            result = RequestResult(item.id, due, item.output_len, item=item)
             results.append(result)
             await client.complete(item, result, start, progress)
 
@@ -198,7 +207,11 @@ async def run(
     queue = occupancy = None
     if before is not None and after is not None:
         queue, occupancy = scrape.queue_summary(before, after), scrape.occupancy(before, after)
-    return figures(results, last_token(results), occupancy, queue, "metrics" if queue else None)
+    if all(result.queue is not None for result in results):
+        found = figures(results, last_token(results), occupancy, queue_source="usage")
+    else:
+        found = figures(results, last_token(results), occupancy, queue, "metrics" if queue else None)
+    return found | {"record": record(results)} if keep_record else found
 
 
 async def warm_up(client: Client, workload: Workload, count: int) -> None:

@@ -6,12 +6,13 @@ import asyncio
 import gc
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from carousel.bench import client, inprocess, report
+from carousel.bench import client, goodput, inprocess, report
 from carousel.bench.measure import BenchError, median_figures
 from carousel.bench.options import BenchOptions
 from carousel.bench.workload import Workload, WorkloadError, built_in_workload, load_workload
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 EngineFactory = Callable[[Settings], "Engine"]
 
-USAGE = """usage: carousel bench [--workload FILE] [--url URL] [--rate R] [--compare MODES] [--json FILE] ...
+USAGE = """usage: carousel bench [--workload FILE] [--url URL] [--rate R] [--compare MODES] [--goodput SLOS]
+                      [--json FILE] ...
 
 Runs a workload on the engine in this process, or with --url against a server, and prints throughput, latencies, queue
 time and batch occupancy. In-process, every setting of the engine is a flag here too; prefix caching is off unless
@@ -56,6 +58,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[BenchOptions
                 parsed.fail((name,), f"{flag}: has no effect with --url; it is a setting of the server's own")
         if options.compare:
             parsed.fail(("compare",), "--compare runs in this process and cannot be combined with --url")
+    if options.goodput and "rate" in parsed.from_flags:
+        parsed.fail(("goodput", "rate"), "--goodput looks for the rate: give no --rate")
     if options.profile and (options.url or options.compare):
         parsed.fail(("profile",), "--profile looks at one engine in this process: not with --url or --compare")
     if options.compare and "batching" in parsed.from_flags:
@@ -124,8 +128,9 @@ def _workload(options: BenchOptions, encode: Callable[[str], list[int]] | None) 
         workload = load_workload(options.workload, options.requests)
     else:
         workload = built_in_workload(options.workload_seed, options.requests, encode)
-    if not math.isinf(options.rate) and not any(item.unit_gap for item in workload.items):
-        raise WorkloadError(f"workload {workload.name}: has no unit_gap, which --rate {options.rate:g} needs")
+    needs = "--goodput" if options.goodput else "" if math.isinf(options.rate) else f"--rate {options.rate:g}"
+    if needs and not any(item.unit_gap for item in workload.items):
+        raise WorkloadError(f"workload {workload.name}: has no unit_gap, which {needs} needs")
     return workload
 
 
@@ -142,26 +147,51 @@ def _head(options: BenchOptions, workload: Workload, target: str) -> dict[str, A
 
 def _finish(head: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The report of one contestant: the medians on top, the single runs below when there are several."""
-    return head | median_figures(runs) | ({"runs": runs} if len(runs) > 1 else {})
+    if len(runs) == 1:
+        return head | runs[0]
+    return head | median_figures([_without_record(run) for run in runs]) | {"runs": runs}
+
+
+def _without_record(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in run.items() if name != "record"}
 
 
 async def _bench_url(options: BenchOptions, model: str | None) -> dict[str, Any]:
     workload = _workload(options, None)
     async with client.Client(options.url, model, options.timeout_seconds) as server:
         await client.warm_up(server, workload, options.warmup)
-        runs = []
-        for turn in range(options.repeat):
-            with _bar(options, workload, turn, server.model or "") as progress:
-                runs.append(
-                    await client.run(
-                        server, workload, rate=options.rate, concurrency=options.concurrency, progress=progress
-                    )
+
+        async def run(rate: float, turn: int) -> dict[str, Any]:
+            with _bar(options, workload, turn, server.model or "", rate) as progress:
+                return await client.run(
+                    server,
+                    workload,
+                    rate=rate,
+                    concurrency=options.concurrency,
+                    progress=progress,
+                    keep_record=options.keep_record,
                 )
-        return _finish(_head(options, workload, options.url) | {"model": server.model, "settings": None}, runs)
+
+        head = _head(options, workload, options.url) | {"model": server.model, "settings": None}
+        if options.goodput:
+            return head | await _goodput(options, run)
+        return _finish(head, [await run(options.rate, turn) for turn in range(options.repeat)])
 
 
-def _bar(options: BenchOptions, workload: Workload, turn: int, name: str) -> Any:
-    label = f"{name} {turn + 1}/{options.repeat}" if options.repeat > 1 else name
+async def _goodput(options: BenchOptions, run: Callable[[float, int], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """Search, and the figures of the highest rate that held, or where none did of the lowest that was tried."""
+
+    async def measure(rate: float) -> dict[str, Any]:
+        return _finish({}, [await run(rate, turn) for turn in range(options.repeat)])
+
+    found = await goodput.search(measure, options.goodput)
+    shown = found.best or min(found.probes, key=lambda probe: probe.rate)
+    return shown.figures | {"rate": "inf" if math.isinf(shown.rate) else shown.rate, "goodput": found.report()}
+
+
+def _bar(options: BenchOptions, workload: Workload, turn: int, name: str, rate: float) -> Any:
+    label = f"{name}, rate {rate:.3g}" if options.goodput else name
+    label += f" {turn + 1}/{options.repeat}" if options.repeat > 1 else ""
     return report.progress_bar(label, len(workload.items), shown=options.progress)
 
 
@@ -196,44 +226,56 @@ class _EngineBench:
 
     def measure(self) -> dict[str, Any]:
         """All runs, the modes alternating, and their report."""
-        runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in self.modes}
         try:
-            for turn in range(self.options.repeat):
-                for mode in self.modes:
-                    fresh = self._engine is None or len(self.modes) > 1
-                    engine, workload = self._start_mode(mode) if fresh else (self._engine, self.workload)
-                    assert engine is not None
-                    assert workload is not None
-                    with _bar(self.options, workload, turn, mode) as progress:
-                        run = self._run_once(engine, workload, fresh, progress)
-                        runs[mode].append(asyncio.run(run))
+            found = self._search() if self.options.goodput else self._alternate()
         finally:
             self.stop()
-        return self._report(runs)
+        return self._report(found)
 
-    def _start_mode(self, mode: str) -> tuple[Engine, Workload]:
+    def _alternate(self) -> dict[str, dict[str, Any]]:
+        """The modes' figures, measured in turns."""
+        runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in self.modes}
+        for turn in range(self.options.repeat):
+            for mode in self.modes:
+                if self._engine is None or len(self.modes) > 1:
+                    self._start_mode(mode)
+                runs[mode].append(asyncio.run(self._run_once(mode, self.options.rate, turn)))
+        return {mode: _finish({}, runs[mode]) for mode in self.modes}
+
+    def _search(self) -> dict[str, dict[str, Any]]:
+        """The modes' figures at the highest rate at which the objectives hold."""
+        found: dict[str, dict[str, Any]] = {}
+        for mode in self.modes:
+            self._start_mode(mode)
+            found[mode] = asyncio.run(_goodput(self.options, partial(self._run_once, mode)))
+        return found
+
+    def _start_mode(self, mode: str) -> None:
         self.stop()
         gc.collect()  # the next engine measures the free memory
         engine = self._engine = self._start(replace(self.settings, batching=mode))
         if self.workload is None:
             self.workload = _workload(self.options, engine.tokenizer.encode)
-        if self._profile is not None:
+        if self.options.warmup:
+            asyncio.run(inprocess.warm_up(engine, self.workload, self.options.warmup))
+        if self._profile is not None:  # what came before was no measurement
+            self._profile.begin()
             engine.timeline.observers.append(self._profile)
         self._facts = {"model": engine.model_name, "max_model_len": engine.max_model_len}
-        return engine, self.workload
 
-    async def _run_once(
-        self, engine: Engine, workload: Workload, fresh: bool, progress: inprocess.Progress
-    ) -> dict[str, Any]:
-        options = self.options
-        if fresh:
-            if options.warmup:
-                await inprocess.warm_up(engine, workload, options.warmup)
-            if self._profile is not None:
-                self._profile.begin()  # an engine runs a warm-up of its own as it starts
-        return await inprocess.run(
-            engine, workload, rate=options.rate, concurrency=options.concurrency, progress=progress
-        )
+    async def _run_once(self, mode: str, rate: float, turn: int) -> dict[str, Any]:
+        options, engine, workload = self.options, self._engine, self.workload
+        assert engine is not None
+        assert workload is not None
+        with _bar(options, workload, turn, mode, rate) as progress:
+            return await inprocess.run(
+                engine,
+                workload,
+                rate=rate,
+                concurrency=options.concurrency,
+                progress=progress,
+                keep_record=options.keep_record,
+            )
 
     def stop(self) -> None:
         """Stop the engine that runs, if one does."""
@@ -241,17 +283,18 @@ class _EngineBench:
             self._engine.stop()
             self._engine = None
 
-    def _report(self, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def _report(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         assert self.workload is not None
         head = _head(self.options, self.workload, "in-process") | self._facts
         results = {}
         for mode in self.modes:
             settings = replace(self.settings, batching=mode)
-            results[mode] = _finish(head | {"batching": mode, "settings": settings_of(settings)}, runs[mode])
-        result = results[self.modes[-1]]
-        if self.options.compare:
-            result = result | {"compare": results, "gains": report.gains(results)}
-        return result
+            results[mode] = head | {"batching": mode, "settings": settings_of(settings)} | found[mode]
+        last = results[self.modes[-1]]
+        if not self.options.compare:
+            return last
+        figures = {name: value for name, value in last.items() if name not in ("record", "runs")}
+        return figures | {"compare": results, "gains": report.gains(results)}
 
 
 def settings_of(settings: Settings) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from carousel.bench.measure import Occupancy, RequestResult, check, figures, summary
+from carousel.bench.measure import RequestResult, check, figures
+from carousel.bench.record import Recorder, record
 from carousel.bench.workload import WorkItem, Workload
 from carousel.engine.errors import CarouselError
 from carousel.engine.request import FinishReason, GenerationRequest, SamplingParams
-from carousel.engine.timeline import RequestRecord, StepRecord
 
 if TYPE_CHECKING:
     from carousel.engine.engine import Engine
@@ -29,40 +29,24 @@ class Progress:
     on_request: Callable[[], None] = lambda: None
 
 
-class StepCollector:
-    """An engine observer that keeps the steps of one run."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-
-    def on_step(self, step: StepRecord, token_latencies_s: list[float]) -> None:
-        if step.num_sequences:
-            self.steps.append(step)
-
-    def on_finish(self, request: RequestRecord) -> None:
-        """Requests are measured where their tokens arrive, not here."""
-
-    def occupancy(self) -> Occupancy:
-        count = len(self.steps)
-        return Occupancy(
-            sequences=summary(step.num_sequences for step in self.steps),
-            mean_tokens_per_step=sum(step.num_tokens for step in self.steps) / count if count else None,
-            steps=count,
-            preemptions=sum(step.num_preemptions for step in self.steps),
-            recomputed_tokens=sum(step.num_recomputed_tokens for step in self.steps),
-        )
-
-
 def request_of(item: WorkItem, output_len: int) -> GenerationRequest:
     """Greedy, exactly ``output_len`` tokens whatever the model says."""
     sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    return GenerationRequest(prompt=list(item.prompt_ids) or item.prompt, sampling=sampling)
+    return GenerationRequest(
+        prompt=list(item.prompt_ids) or item.prompt,
+        sampling=sampling,
+        tenant=item.tenant or "",
+        priority=item.priority or 0,
+        deadline_s=item.deadline,
+    )
 
 
 async def _one(engine: Engine, item: WorkItem, result: RequestResult, start: float, progress: Progress) -> None:
     seen = 0
+    request = request_of(item, item.output_len)
+    result.engine_id = request.request_id
     try:
-        async with engine.submit(request_of(item, item.output_len)) as stream:
+        async with engine.submit(request) as stream:
             async for output in stream:
                 now = time.perf_counter() - start
                 if count := len(output.token_ids):
@@ -82,7 +66,13 @@ async def _one(engine: Engine, item: WorkItem, result: RequestResult, start: flo
 
 
 async def run(
-    engine: Engine, workload: Workload, *, rate: float, concurrency: int = 0, progress: Progress | None = None
+    engine: Engine,
+    workload: Workload,
+    *,
+    rate: float,
+    concurrency: int = 0,
+    progress: Progress | None = None,
+    keep_record: bool = False,
 ) -> dict[str, Any]:
     """One measured run.
 
@@ -91,6 +81,8 @@ async def run(
         workload: what to run.
         rate: requests per second; ``math.inf`` for all at once.
         concurrency: most requests outstanding; 0 for no limit.
+        progress: told of tokens and requests as they come.
+        keep_record: whether the figures have a ``record``, see :mod:`carousel.bench.record`.
 
     Returns:
         the figures, see :func:`carousel.bench.measure.figures`.
@@ -99,7 +91,7 @@ async def run(
         BenchError: when a request fails or has the wrong number of tokens.
     """
     progress = progress or Progress()
-    collector = StepCollector()
+    recorder = Recorder()
     results: list[RequestResult] = []
     gate = asyncio.Semaphore(concurrency) if concurrency else None
     start = time.perf_counter()
@@ -111,19 +103,22 @@ async def run(
             if gate is not None:
                 await stack.enter_async_context(gate)
                 due = time.perf_counter() - start
-            result = RequestResult(item.id, due, item.output_len)
+            result = RequestResult(item.id, due, item.output_len, item=item)
             results.append(result)
             await _one(engine, item, result, start, progress)
 
-    engine.timeline.observers.append(collector)
+    engine.timeline.observers.append(recorder)
+    engine.timeline.record_seats = keep_record
     try:
         async with asyncio.TaskGroup() as tasks:
             for item, due in zip(workload.items, workload.arrivals(rate), strict=True):
                 tasks.create_task(arrive(item, due))
     finally:
-        engine.timeline.observers.remove(collector)
+        engine.timeline.observers.remove(recorder)
+        engine.timeline.record_seats = False
     check(results)
-    return figures(results, last_token(results), collector.occupancy())
+    found = figures(results, last_token(results), recorder.occupancy())
+    return found | {"record": record(results, recorder)} if keep_record else found
 
 
 def last_token(results: list[RequestResult]) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from carousel.bench.workload import WorkItem
+
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 LATENCIES = ("ttft", "tpot", "itl", "queue", "e2e")
 STATISTICS = ("mean", *QUANTILES)
@@ -18,7 +20,9 @@ class BenchError(RuntimeError):
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request as its client saw it. ``deltas`` holds (time, tokens that came with it), times since the start."""
+    """One request as its client saw it. ``deltas`` holds (time, tokens that came with it), times since the start.
+    ``item``: what was asked for. ``engine_id``: what the engine calls it, where that is known.
+    """
 
     id: str
     arrival: float
@@ -29,6 +33,8 @@ class RequestResult:
     finished: float = 0.0
     queue: float | None = None
     error: str | None = None
+    item: WorkItem | None = None
+    engine_id: str = ""
 
     @property
     def ttft(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from carousel.bench.slo import Slo, bench_slos
 from carousel.options import INTEGER, NUMBER, SWITCH, TEXT, Kind, option
 
 _GROUP = "Bench"
@@ -26,6 +27,13 @@ def _parse_modes(text: str) -> tuple[str, ...]:
 
 
 RATE = Kind("rate", "R", _parse_rate, lambda value: f"{value:g}", "a number above 0, or inf")
+SLO_LIST = Kind(
+    "objectives",
+    "SLO,SLO",
+    lambda text: tuple(bench_slos(text, "--goodput")),
+    lambda slos: ",".join(slo.text for slo in slos),
+    "objectives, separated by commas",
+)
 MODE_LIST = Kind("modes", "MODE,MODE", _parse_modes, ",".join, "two batching modes, separated by a comma")
 
 
@@ -110,6 +118,17 @@ class BenchOptions:
         empty="one mode, see --batching",
         env=False,
     )
+    goodput: tuple[Slo, ...] = option(
+        (),
+        SLO_LIST,
+        """Find by bisection the highest arrival rate at which these objectives hold, such as
+        ttft_p99=500ms,itl_p99=100ms; with --compare for each mode.""",
+        group=_GROUP,
+        allowed="""ttft, tpot, itl, queue or e2e with _mean, _p50, _p90 or _p99 and a time, or a rate such as
+        output_tokens_per_second=100: ttft_p99=0.5s,itl_p99=100ms""",
+        empty="run at --rate",
+        env=False,
+    )
     json: str = option(
         "",
         TEXT,
@@ -117,6 +136,13 @@ class BenchOptions:
         group=_GROUP,
         allowed="a file, or - for standard output",
         empty="nowhere",
+        env=False,
+    )
+    record: bool = option(
+        True,
+        SWITCH,
+        "Whether the JSON holds what `carousel report` draws: every request, every step and who had which seat.",
+        group=_GROUP,
         env=False,
     )
     timeout_seconds: float = option(
@@ -137,3 +163,8 @@ class BenchOptions:
         env=False,
     )
     progress: bool = option(True, SWITCH, "Whether a terminal shows a progress bar.", group=_GROUP, env=False)
+
+    @property
+    def keep_record(self) -> bool:
+        """Whether the runs are to be recorded: nobody sees a record that is not written."""
+        return self.record and bool(self.json)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from carousel.bench.inprocess import Progress as RunProgress
 from carousel.bench.measure import LATENCIES, STATISTICS, BenchError
+from carousel.bench.slo import RATES
 from carousel.cpus import available_cpus
 
 _PIPE_WIDTH = 200
@@ -81,13 +82,26 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _dump(value: Any, indent: str = "") -> str:
+    """JSON with a line for each field of an object; lists, which may be long, stand on one line."""
+    if isinstance(value, Mapping) and value:
+        deeper = indent + "  "
+        lines = (
+            f"{deeper}{json.dumps(name, ensure_ascii=False)}: {_dump(item, deeper)}" for name, item in value.items()
+        )
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return "[" + ", ".join(_dump(item, indent) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def write_json(report: Mapping[str, Any], target: str) -> None:
     """Write the report to a file, or to standard output for ``-``.
 
     Raises:
         BenchError: when the file cannot be written.
     """
-    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    text = _dump(report) + "\n"
     if target == "-":
         sys.stdout.write(text)
         return
@@ -150,8 +164,33 @@ def print_report(report: Mapping[str, Any], stream: TextIO) -> None:
         console.print("queue time: unavailable, the server exports no request_queue_time_seconds")
     elif report["queue_source"] == "metrics":
         console.print("queue time: from the server's /metrics; its percentiles are interpolated in histogram buckets")
+    if "goodput" in report:
+        _print_goodput({"": report}, console, stream)
     if "profile" in report:
         console.print(_profile_table(report["profile"], stream))
+
+
+def _print_goodput(results: Mapping[str, Mapping[str, Any]], console: Console, stream: TextIO) -> None:
+    """What was tried at each rate, and the rates that hold."""
+    for mode, result in results.items():
+        found = result["goodput"]
+        table = _table(stream)
+        table.add_column(f"{mode} rate, requests/s".strip())
+        for text in found["slo"]:
+            table.add_column(text, justify="right")
+        table.add_column("holds")
+        for probe in found["probes"]:
+            rate = probe["rate"] if isinstance(probe["rate"], str) else f"{probe['rate']:.3g}"
+            values = (
+                seconds(value) if name not in RATES else f"{value:.1f}" for name, value in probe["values"].items()
+            )
+            table.add_row(rate, *values, "yes" if probe["met"] else "no")
+        console.print(table)
+        label = f"goodput, {mode}" if mode else "goodput"
+        if found["bound"] is None:
+            console.print(f"{label}: at least {found['rate']:.3g} requests/s: even all at once kept the objectives")
+        else:
+            console.print(f"{label}: {found['rate']:.3g} requests/s; {found['bound']:.3g} was too much")
 
 
 def _profile_table(profile: Mapping[str, Any], stream: TextIO) -> Table:
@@ -200,6 +239,8 @@ def print_comparison(report: Mapping[str, Any], stream: TextIO) -> None:
         gain = report["gains"][".".join(path)]
         table.add_row(label, *cells, "–" if gain is None else f"{gain:.3g} x")
     console.print(table)
+    if all("goodput" in modes[name] for name in names):
+        _print_goodput(modes, console, stream)
 
 
 @contextmanager

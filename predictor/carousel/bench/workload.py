@@ -28,7 +28,8 @@ class WorkItem:
     """One request of a workload. ``prompt_ids`` is empty where only text is known; ``unit_gap`` has mean 1.
 
     What a load test may say besides: ``messages``, (role, content) pairs of a chat; ``tenant`` and ``priority``, None
-    where the server shall choose; ``group``, the row of the statistics that it counts in.
+    where the server shall choose; ``deadline``, seconds to the first token aimed at; ``group``, the row of the
+    statistics that it counts in.
     """
 
     id: str
@@ -39,6 +40,7 @@ class WorkItem:
     messages: tuple[tuple[str, str], ...] = ()
     tenant: str | None = None
     priority: int | None = None
+    deadline: float | None = None
     group: str = ""
 
 
@@ -79,12 +81,18 @@ class Workload:
         return times
 
 
+def headers_of(item: WorkItem) -> dict[str, str]:
+    """Tenant, priority and deadline as Carousel takes them; lower case, as gRPC's metadata wants it."""
+    given = {"tenant": item.tenant, "priority": item.priority, "deadline": item.deadline}
+    return {f"x-carousel-{name}": str(value) for name, value in given.items() if value is not None}
+
+
 def load_workload(path: str | Path, limit: int = 0) -> Workload:
     """Read a workload file.
 
     Args:
         path: a JSON file: a list of objects with ``prompt_ids`` or ``prompt``, ``output_len``, ``unit_gap`` (default
-            0), ``id`` (default: the place in the list); for load tests also ``tenant``, ``priority`` and ``group``
+            0), ``id`` (default: the place in the list); also ``tenant``, ``priority``, ``deadline`` and ``group``
             (default: the tenant).
         limit: only the first so many; 0 for all.
 
@@ -127,6 +135,9 @@ def _item(path: Path, place: int, entry: Any) -> WorkItem:
         raise wrong("tenant", "a name")
     if priority is not None and type(priority) is not int:
         raise wrong("priority", "a whole number; lower goes first")
+    deadline = entry.get("deadline")
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or deadline <= 0):
+        raise wrong("deadline", "a number of seconds above 0")
     group = str(entry.get("group") or tenant or "")
     return WorkItem(
         str(entry.get("id", place)),
@@ -136,6 +147,7 @@ def _item(path: Path, place: int, entry: Any) -> WorkItem:
         float(gap),
         tenant=tenant,
         priority=priority,
+        deadline=deadline,
         group=group,
     )
 

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -36,7 +36,7 @@ from carousel.engine.request import (
 from carousel.engine.runner import PromptLogits, Runner
 from carousel.engine.sampler import Draw, PromptDraw, SampledToken, SamplerLike
 from carousel.engine.scheduler import Schedule, Scheduler
-from carousel.engine.timeline import RequestRecord, StepRecord, Timeline
+from carousel.engine.timeline import RequestRecord, Seat, SeatUse, StepRecord, Timeline
 
 log = logging.getLogger(__name__)
 
@@ -390,8 +390,22 @@ class EngineCore:
             num_preemptions=len(schedule.preempted),
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
+            kv_cache_usage=1 - self.scheduler.pool.num_available / max(self.scheduler.pool.num_blocks, 1),
+            seats=tuple(_seats(schedule)) if self.timeline.record_seats else (),
         )
         self.timeline.record_step(record, step.latencies_s)
+
+
+def _seats(schedule: Schedule) -> Iterator[Seat]:
+    for entry in schedule.entries:
+        sequence, use = entry.sequence, SeatUse.PREFILL
+        if entry.idle:
+            use = SeatUse.IDLE
+        elif entry.num_new_tokens == 1 and entry.start >= sequence.num_prompt_tokens:
+            use = SeatUse.DECODE
+        yield Seat(sequence.request.request_id, sequence.index, use, entry.num_new_tokens)
+    for sequence in schedule.preempted:
+        yield Seat(sequence.request.request_id, sequence.index, SeatUse.LOST, 0)
 
 
 def request_record(live: LiveRequest, now: float) -> RequestRecord:

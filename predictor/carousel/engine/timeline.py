@@ -8,9 +8,27 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from carousel.engine.request import FinishReason
+
+
+class SeatUse(StrEnum):
+    """What a sequence's seat was used for in a step."""
+
+    PREFILL = "prefill"  # prompt tokens, or tokens that a preemption had thrown away
+    DECODE = "decode"
+    IDLE = "idle"  # a static batch kept the seat, or padded the prompt
+    LOST = "lost"  # preempted: from here on the seat is another's
+
+
+class Seat(NamedTuple):
+    """A choice of a request, and the tokens that a step computed for it."""
+
+    request_id: str
+    choice: int
+    use: SeatUse
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +39,8 @@ class StepRecord:
     computed before and were lost to a preemption; ``num_idle_tokens`` rows that a static batch computed for nothing;
     ``num_discarded_tokens`` were sampled for sequences that turned out to have ended before. Where the host runs ahead
     of the device a step's time begins with the end of the step before, and ``sample_s`` is part of ``run_s``.
+    ``kv_cache_usage`` is the share of KV blocks that live sequences hold after it. ``seats`` is empty unless
+    :attr:`Timeline.record_seats` is set.
     """
 
     index: int
@@ -39,6 +59,8 @@ class StepRecord:
     num_waiting: int
     num_idle_tokens: int = 0
     num_discarded_tokens: int = 0
+    kv_cache_usage: float = 0.0
+    seats: tuple[Seat, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -143,9 +165,14 @@ class EngineStats:
 
 
 class Timeline:
-    """Keeps the last ``capacity`` steps and tells the observers."""
+    """Keeps the last ``capacity`` steps and tells the observers.
+
+    Attributes:
+        record_seats: whether steps say who took part in them; set it before the requests that matter.
+    """
 
     def __init__(self, capacity: int = 4096) -> None:
+        self.record_seats = False
         self.steps: deque[StepRecord] = deque(maxlen=capacity)
         self.observers: list[Observer] = []
 

@@ -95,6 +95,14 @@ class Histogram:
         last = _bucket(limit)
         return sum(times for bucket, times in self.buckets.items() if bucket <= last) / self.count
 
+    def cumulated(self) -> list[tuple[float, float]]:
+        """(seconds, the share of values of at most so many), rising, a pair for each bucket that is not empty."""
+        points, seen = [], 0
+        for bucket in sorted(self.buckets):
+            seen += self.buckets[bucket]
+            points.append((_middle(bucket), seen / self.count))
+        return points
+
     def summary(self) -> dict[str, float | None]:
         """``mean``, ``p50``, ``p90``, ``p99`` and ``max``; all None when nothing was counted."""
         figures = {"mean": self.mean} | {name: self.percentile(share) for name, share in QUANTILES.items()}
