@@ -12,6 +12,7 @@ commands:
   serve          serve a model over KServe V1 and V2, gRPC and OpenAI's API
   generate       chat with a model in the terminal, or answer one prompt
   bench          measure throughput and latencies, in this process or of a server
+  report         turn what bench and load tests wrote into a page, Markdown and pictures
   pull           fetch a model into the cache and print where it is
   scaler         tell KEDA how many replicas the queues take, and wake them from zero
   autoscale-sim  replay arrivals against a modelled autoscaler and compare signals
@@ -107,6 +108,16 @@ def bench(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return command.main(argv, environ, engines)
 
 
+def report(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Show what was measured."""
+    from carousel.report import command
+
+    if _wants_help(argv):
+        print(command.report_help())
+        return 0
+    return command.main(argv)
+
+
 def scaler(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serve KEDA."""
     if _wants_help(argv):
@@ -150,6 +161,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
     "serve": serve,
     "generate": generate,
     "bench": bench,
+    "report": report,
     "pull": pull,
     "scaler": scaler,
     "autoscale-sim": autoscale_sim,

@@ -12,7 +12,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING = {"kserve", "fastapi", "starlette", "uvicorn", "kubernetes", "grpc", "aiohttp", "httpx", "prometheus_client"}
-ABOVE_THE_ENGINE = {"protocols", "telemetry", "cluster", "bench", "server", "predictor", "cli", "routes", "dataplane"}
+ABOVE_THE_ENGINE = {
+    "protocols",
+    "telemetry",
+    "cluster",
+    "bench",
+    "report",
+    "server",
+    "predictor",
+    "cli",
+    "routes",
+    "dataplane",
+}
 
 
 def imports(path: Path, package: str) -> Iterator[str]:

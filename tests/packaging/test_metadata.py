@@ -30,7 +30,7 @@ def test_distribution_and_console_script() -> None:
     assert distribution.metadata["License-Expression"] == "Apache-2.0"
     scripts = [point.value for point in distribution.entry_points if point.group == "console_scripts"]
     assert scripts == ["carousel.cli:main"]
-    assert {"s3", "gcs", "cuda", "loadtest", "test", "dev"} == PROJECT["optional-dependencies"].keys()
+    assert {"s3", "gcs", "cuda", "loadtest", "report", "test", "dev"} == PROJECT["optional-dependencies"].keys()
     assert set(distribution.metadata.get_all("Provides-Extra") or []) == PROJECT["optional-dependencies"].keys()
 
 
