@@ -10,7 +10,7 @@ ENV := $(VENV)/.carousel-env
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test lint format aot bench loadtest bench-peers soak clients readme chart e2e clean
+.PHONY: help env serve test lint format aot bench loadtest compare bench-peers soak clients readme chart e2e clean
 
 help: ## Print this list
 	@echo "usage: make TARGET [ARGS=...]"; echo
@@ -60,6 +60,9 @@ loadtest: env ## Load a server with locust; ARGS="--host http://127.0.0.1:8080 -
 
 soak: env ## Load a server of its own with everything for MINUTES (30), judge it, write docs/soak.md; ARGS=--tiny
 	@exec $(BIN)/python -m scripts.soak --minutes $(MINUTES) $(ARGS)
+
+compare: env ## Measure what loadtest/compare.toml lists, resumable, and report on it in comparison/; ARGS="--minutes 5"
+	@exec $(BIN)/python -m loadtest.compare $(ARGS)
 
 bench-peers: env ## Measure beside other engines, taking turns; ARGS goes to scripts/bench_peers.py
 	@exec $(BIN)/python scripts/bench_peers.py $(ARGS)

@@ -25,8 +25,9 @@ _COLUMNS = {
     "Azure LLM": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
 }
 _SPEC = (
-    "synthetic, chats, interference, tenants, fitted:FILE.csv (lengths like those of a trace), FILE.csv (a trace with "
-    "BurstGPT's or Azure's columns) or FILE.json (a workload as carousel bench reads it, or ShareGPT conversations)"
+    "synthetic, chats, interference, tenants, uniform:PROMPT,OUTPUT (tokens), contest:NAME=COUNT,... (tenants), "
+    "fitted:FILE.csv (lengths like those of a trace), FILE.csv (a trace with BurstGPT's or Azure's columns) or "
+    "FILE.json (a workload as carousel bench reads it, or ShareGPT conversations)"
 )
 
 
@@ -95,21 +96,56 @@ def interference(limits: Limits, every: int = 8) -> Workload:
     return Workload("interference", tuple(items))
 
 
-#: tenant: (share of the requests, priority, longest answer)
-TENANTS = {"interactive": (0.2, 0, 48), "standard": (0.5, 5, 128), "batch": (0.3, 10, 256)}
+#: tenant: (share of the requests, priority, longest answer, seconds to the first token aimed at)
+TENANTS = {"interactive": (0.2, 0, 48, 1.0), "standard": (0.5, 5, 128, 6.0), "batch": (0.3, 10, 256, 20.0)}
 
 
 def tenants(limits: Limits) -> Workload:
-    """Three tenants with priorities of their own: few urgent short requests among many long ones."""
+    """Three tenants with priorities and deadlines of their own: few urgent short requests among many long ones."""
     random_ = random.Random(limits.seed)
-    names, shares = list(TENANTS), [share for share, _, _ in TENANTS.values()]
+    names, shares = list(TENANTS), [share for share, *_ in TENANTS.values()]
     items = []
     for item in built_in_workload(limits.seed, limits.count).items:
         tenant = random_.choices(names, shares)[0]
-        _, priority, most = TENANTS[tenant]
+        _, priority, most, deadline = TENANTS[tenant]
         output = min(item.output_len, most, limits.output)
-        items.append(replace(item, output_len=output, tenant=tenant, priority=priority, group=tenant))
+        items.append(
+            replace(item, output_len=output, tenant=tenant, priority=priority, deadline=deadline, group=tenant)
+        )
     return Workload("tenants", tuple(items))
+
+
+def uniform(spec: str, limits: Limits) -> Workload:
+    """Prompts and answers that are all equally long: about ``PROMPT`` and just ``OUTPUT`` tokens. A batch of these ends
+    as one. Every prompt has the same words in an order of its own: tokenizers cut at blanks, so none is longer."""
+    numbers = spec.split(",")
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise WorkloadError(f"--workload uniform:{spec}: allowed is uniform:PROMPT,OUTPUT, whole numbers of tokens")
+    prompt, output = min(int(numbers[0]), limits.prompt), min(int(numbers[1]), limits.output)
+    random_ = random.Random(limits.seed)
+    first, *words = prompt_of(random_, prompt).split()
+    items = []
+    for place in range(limits.count):
+        random_.shuffle(words)
+        items.append(WorkItem(str(place), " ".join([first, *words]), (), output, random_.expovariate(1.0)))
+    return Workload(f"uniform, {prompt} and {output} tokens", tuple(items))
+
+
+def contest(spec: str, limits: Limits) -> Workload:
+    """Tenants with requests of the same kind in numbers such as ``gold=3,free=1``, mixed; for backlogs."""
+    try:
+        numbers = {name: int(count) for name, count in (part.split("=") for part in spec.split(","))}
+    except ValueError:
+        numbers = {}
+    if not numbers or min(numbers.values()) < 1:
+        raise WorkloadError(f"--workload contest:{spec}: allowed is contest:NAME=COUNT,..., whole numbers above 0")
+    random_ = random.Random(limits.seed)
+    names = [name for name, count in numbers.items() for _ in range(count)]
+    items = []
+    for item in built_in_workload(limits.seed, limits.count).items:
+        tenant = random_.choice(names)
+        items.append(replace(item, output_len=min(item.output_len, limits.output), tenant=tenant, group=tenant))
+    return Workload(f"contest, {spec}", tuple(items))
 
 
 def fitted(path: Path, limits: Limits) -> Workload:
@@ -270,6 +306,8 @@ def open_workload(spec: str, limits: Limits) -> Workload:
     if spec in _GENERATORS:
         return _GENERATORS[spec](limits)
     kind, _, rest = spec.partition(":")
+    if kind in ("uniform", "contest") and rest:
+        return uniform(rest, limits) if kind == "uniform" else contest(rest, limits)
     if kind == "fitted" and rest:
         return fitted(Path(rest).expanduser(), limits)
     path = Path(spec).expanduser()

@@ -78,7 +78,8 @@ class Fake:
         headers = {"Server-Timing": f"queue;dur={self.queue * 1000}"} if self.queue else {}
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
         await response.prepare(request)
-        count = (body.get("parameters") or body)["max_tokens"]
+        asked = body.get("parameters") or body
+        count = asked.get("max_completion_tokens") or asked["max_tokens"]  # OpenAI's newer name, which clients send
         if protocol == "chat":
             await send(response, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
         async for place in self.tokens(record, count):
@@ -110,6 +111,8 @@ class Fake:
         count = request.parameters["max_tokens"].int64_param
         async for _ in self.tokens(record or [], count):
             pass
+        if self.queue:
+            context.set_trailing_metadata((("server-timing", f"queue;dur={self.queue * 1000}"),))
         return tensors(request.id, count, final=False)
 
     async def grpc_stream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
@@ -121,6 +124,8 @@ class Fake:
             count = request.parameters["max_tokens"].int64_param
             async for place in self.tokens(record, count):
                 response = tensors(request.id, place + 1, final=place == count - 1)
+                if self.queue and place == count - 1:
+                    response.parameters["queue_time"].string_param = str(self.queue)
                 yield oip.StreamResponse(infer_response=response)
 
 
