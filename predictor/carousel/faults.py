@@ -1,14 +1,20 @@
-"""Faults on purpose, for tests of what a cluster does about them. Off, unless ``CAROUSEL_FAULTS=on``.
+"""Faults on purpose, for tests of what a cluster does about them. Off, unless ``CAROUSEL_FAULTS`` says otherwise.
 
-A signal and not a route: only who may exec into the pod, or is root on its node, can send one. A process that dies or
-freezes needs no help of ours (SIGKILL, SIGSTOP); an engine thread that hangs while all else answers does.
+``on``: SIGUSR1 makes the engine thread hang. A signal and not a route: only who may exec into the pod, or is root on
+its node, can send one. A process that dies or freezes needs no help of ours (SIGKILL, SIGSTOP); an engine thread that
+hangs while all else answers does.
+
+``slow=SECONDS``: every step takes so much longer, asleep. So a queue grows, and scalers have something to do, on a
+machine that has no power to spare.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from types import FrameType
 
@@ -47,19 +53,56 @@ class HangingThread:
         """Nothing."""
 
 
-def install(timeline: Timeline, environ: Mapping[str, str]) -> HangingThread | None:
-    """Let SIGUSR1 hang the engine thread, if the environment asks for it; on the main thread only.
+class SlowSteps:
+    """An observer that sleeps after each step.
+
+    Args:
+        seconds: for how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step(self, step: StepRecord, token_latencies_s: list[float]) -> None:
+        """Sleep."""
+        time.sleep(self.seconds)
+
+    def on_finish(self, request: RequestRecord) -> None:
+        """Nothing."""
+
+
+def install(timeline: Timeline, environ: Mapping[str, str]) -> HangingThread | SlowSteps | None:
+    """Install the fault that the environment asks for; on the main thread only. Returns the observer, None without.
 
     Raises:
-        BadSwitch: for another value than on and off.
+        BadSwitch: for a value that means nothing.
     """
     value = environ.get(VARIABLE, "off")
-    if value not in ("on", "off"):
-        raise BadSwitch(f"{VARIABLE}: got {value!r}, allowed: on, off")
     if value == "off":
         return None
+    if value.startswith("slow="):
+        slow = SlowSteps(_seconds(value))
+        timeline.observers.append(slow)
+        logger.warning("%s=%s: every step takes %g s longer. Not for production", VARIABLE, value, slow.seconds)
+        return slow
+    if value != "on":
+        raise BadSwitch(_message(value))
     hanging = HangingThread()
     timeline.observers.append(hanging)
     signal.signal(signal.SIGUSR1, hanging.arm)
     logger.warning("%s=on: SIGUSR1 makes the engine thread hang. Not for production", VARIABLE)
     return hanging
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value.removeprefix("slow="))
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 60:
+        raise BadSwitch(_message(value))
+    return seconds
+
+
+def _message(value: str) -> str:
+    return f"{VARIABLE}: got {value!r}, allowed: on, off, slow=SECONDS with 0 < SECONDS <= 60"

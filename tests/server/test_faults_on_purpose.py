@@ -23,8 +23,24 @@ def test_off_unless_asked_for():
     assert faults.install(timeline, {"CAROUSEL_FAULTS": "off"}) is None
     assert timeline.observers == []
     assert signal.getsignal(signal.SIGUSR1) is before
-    with pytest.raises(faults.BadSwitch, match="CAROUSEL_FAULTS: got 'yes', allowed: on, off"):
-        faults.install(timeline, {"CAROUSEL_FAULTS": "yes"})
+
+
+@pytest.mark.parametrize("value", ["yes", "slow", "slow=", "slow=0", "slow=-1", "slow=nan", "slow=61", "slow=inf"])
+def test_what_it_does_not_know_is_refused_with_what_is_allowed(value: str):
+    timeline = Timeline()
+    with pytest.raises(faults.BadSwitch, match=f"CAROUSEL_FAULTS: got '{value}', allowed: on, off, slow=SECONDS"):
+        faults.install(timeline, {"CAROUSEL_FAULTS": value})
+    assert timeline.observers == []
+
+
+def test_steps_take_longer_on_request(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    timeline = Timeline()
+    faults.install(timeline, {"CAROUSEL_FAULTS": "slow=0.25"})
+    timeline.record_step(None, [])
+    timeline.record_step(None, [])
+    assert slept == [0.25, 0.25]
 
 
 def test_the_signal_makes_the_next_step_hang():

@@ -35,14 +35,20 @@ class KubectlError(AssertionError):
     """kubectl failed; its message."""
 
 
-def until(condition: Callable[[], T | None], seconds: float, what: str, period: float = 0.25) -> T:
-    """The first true result of ``condition``; fails the test after ``seconds``."""
+def until(condition: Callable[[], T | None], seconds: float, what: str | Callable[[], str], period: float = 0.25) -> T:
+    """The first true result of ``condition``; fails the test after ``seconds``.
+
+    Args:
+        condition: asked every ``period`` seconds.
+        what: that did not come about; a function is called then, and can tell how things stand then.
+    """
     end = time.monotonic() + seconds
     while True:
         result = condition()
         if result:
             return result
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        if time.monotonic() >= end:
+            raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
         time.sleep(period)
 
 

@@ -15,6 +15,8 @@ from tests.cluster.e2e.kube import Kube, Object, until
 
 SCRIPT = Path(__file__).with_name("load.py")
 NAME = "load"
+#: After this all connections are made, and streams are at all stages.
+SETTLE_S = 3.0
 
 
 def load_pod(name: str, words: list[str]) -> Object:
@@ -77,7 +79,7 @@ def streams(kube: Kube, service: str, clients: dict[str, int], tokens: int) -> I
     running = Streams(kube, list(clients), {})
     for mode in clients:
         until(lambda mode=mode: "clients" in kube.run("logs", f"load-{mode}", check=False), 120, f"load-{mode} asks")
-    time.sleep(3)  # all connections are made, and streams are at all stages
+    time.sleep(SETTLE_S)
     yield running
     for mode in clients:
         kube.exec(f"load-{mode}", "touch", "/tmp/stop", container="load")

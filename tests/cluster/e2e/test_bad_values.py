@@ -16,7 +16,7 @@ def failure(kube: Kube) -> str:
         status = kube.get("inferenceservice", "smollm2").get("status", {})
         return status.get("modelStatus", {}).get("lastFailureInfo", {}).get("message")
 
-    return until(said, 150, f"a failure in the status\n{kube.story('smollm2')}")
+    return until(said, 150, lambda: f"a failure in the status\n{kube.story('smollm2')}")
 
 
 @pytest.mark.parametrize(

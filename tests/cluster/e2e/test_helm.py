@@ -44,6 +44,8 @@ def helm(kube: Kube, *words: str, values: Doc | None = None) -> str:
 def story(kube: Kube) -> str:
     """What one wants to see when something did not come about."""
     parts = [kube.run("get", "all", "-o", "wide", check=False), kube.run("logs", "-l", PODS, "--tail=15", check=False)]
+    parts += [kube.run("logs", "-l", SCALERS, "--tail=30", "--prefix", check=False)]
+    parts += [kube.run("describe", "scaledobject,hpa", check=False)]
     return "\n".join([*parts, kube.run("get", "events", "--sort-by=.lastTimestamp", check=False)[-3000:]])
 
 
@@ -187,7 +189,7 @@ def test_from_zero_by_the_scaler_of_the_chart(
     def pods() -> int:
         return len(kube.items("pods", PODS))
 
-    until(lambda: pods() == 0, 180, f"no pod without work\n{story(kube)}", period=1)
+    until(lambda: pods() == 0, 180, lambda: f"no pod without work\n{story(kube)}", period=1)
     assert {pod["spec"]["automountServiceAccountToken"] for pod in kube.items("pods", SCALERS)} == {discovery == "api"}
     with kube.forward("service/chat-activator", 80) as port:
         began = time.monotonic()
@@ -196,7 +198,7 @@ def test_from_zero_by_the_scaler_of_the_chart(
         assert "Paris" in held.json()["text_output"], held.text
         report(discovery=discovery, first_answer_from_zero_s=round(time.monotonic() - began, 1))
     assert pods() >= 1
-    until(lambda: pods() == 0, 180, f"back to no pod\n{story(kube)}", period=1)
+    until(lambda: pods() == 0, 180, lambda: f"back to no pod\n{story(kube)}", period=1)
     helm(kube, "uninstall", "chat", "--wait", "--timeout=120s")
     until(lambda: everything(kube) == before, 120, f"nothing left but {everything(kube) - before}", period=1)
 
@@ -229,7 +231,7 @@ def test_what_the_schema_cannot_know_the_pod_says_first(kube: Kube) -> None:
                     return str(ended["message"])
         return None
 
-    said = until(last_words, 120, f"a termination message\n{story(kube)}", period=0.5)
+    said = until(last_words, 120, lambda: f"a termination message\n{story(kube)}", period=0.5)
     assert "--max-batch-sequences (64) must not exceed --max-batch-tokens (8)" in said
     helm(kube, "uninstall", "chat", "--wait")
 

@@ -126,6 +126,6 @@ def test_a_wrong_setting_is_named_in_the_status(kube: Kube) -> None:
         status = kube.get("inferenceservice", "smollm2").get("status", {})
         return status.get("modelStatus", {}).get("lastFailureInfo", {}).get("message")
 
-    said = until(failure, 120, f"a failure in the status\n{kube.story('smollm2')}")
+    said = until(failure, 120, lambda: f"a failure in the status\n{kube.story('smollm2')}")
     assert "CAROUSEL_MAX_BATCH_TOKENS" in said
     assert "many" in said
