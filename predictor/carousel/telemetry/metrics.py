@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from carousel.engine.request import FinishReason
 from carousel.engine.timeline import EngineStats, Refusal, RequestRecord, StepRecord
 from carousel.telemetry.vllm_names import renamed
+from carousel_kernels.layout import BLOCK_SIZE
 
 PREFIX = "carousel_"
 
@@ -171,6 +172,18 @@ class EngineMetrics:
         yield from self._gauges(stats)
         yield from self._counters(stats)
         yield from self._histograms()
+        yield from self._infos(stats)
+
+    def _infos(self, stats: EngineStats) -> Iterator[Metric]:
+        # What an endpoint picker counts a prompt's cached blocks by: label names and strings as it reads them.
+        cache = {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": str(stats.num_blocks)}
+        family = GaugeMetricFamily(
+            f"{PREFIX}cache_config_info",
+            "Tokens of a KV block, and how many blocks there are; the value is always 1.",
+            labels=["model_name", *cache],
+        )
+        family.add_metric([self.model_name, *cache.values()], 1)
+        yield family
         info = GaugeMetricFamily(
             f"{PREFIX}build_info", "What is running; the value is always 1.", labels=["model_name", *self._build_info]
         )

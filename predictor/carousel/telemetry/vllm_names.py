@@ -18,6 +18,7 @@ NAMES = frozenset(
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
+        "cache_config_info",
         "prefix_cache_queries",
         "prefix_cache_hits",
         "num_preemptions",
