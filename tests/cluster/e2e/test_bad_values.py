@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.cluster.e2e.conftest import container_of, demo_service
-from tests.cluster.e2e.kube import Kube, KubectlError, until
+from tests.cluster.e2e.kube import Kube, KubectlError, name_of, restarts, until
+
+from carousel.config import declared_settings, load_settings
+from carousel.options import SettingsError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -34,6 +37,26 @@ def test_the_status_names_the_setting(kube: Kube, variables: dict[str, str], nam
     kube.apply(demo_service(**variables))
     said = failure(kube)
     assert [text for text in named if text not in said] == [], said
+
+
+def test_every_setting_that_is_wrong_is_named_at_once(kube: Kube) -> None:
+    """All of them wrong in one InferenceService: the log of the container that ended names each, and its value."""
+    wrong = {item.env: "bad!" for item in declared_settings()}
+    with pytest.raises(SettingsError) as refused:
+        load_settings([], wrong)
+    named = {name for problem in refused.value.problems for name in problem.names}
+    assert {item.name for item in declared_settings()} - named <= {"cache_dir"}  # a folder may have any name
+    service = demo_service()
+    variables = container_of(service)["env"]
+    variables[:] = [{"name": name, "value": value} for name, value in wrong.items()]
+    kube.apply(service)
+    assert "bad!" in failure(kube)
+    (pod,) = kube.pods("smollm2")
+    said = kube.logs(name_of(pod), "--previous") if restarts(pod) else kube.logs(name_of(pod))
+    lines = said.splitlines()
+    for item in declared_settings():
+        if item.name in named:
+            assert any(item.env in line and "bad!" in line for line in lines), f"{item.env} is not named in\n{said}"
 
 
 @pytest.mark.parametrize("wrong", ["minReplicas", "port", "resources"])
