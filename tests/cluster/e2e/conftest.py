@@ -29,7 +29,7 @@ def cluster() -> None:
 @pytest.fixture
 def kube(cluster: None, request: pytest.FixtureRequest) -> Iterator[Kube]:
     """A fresh namespace; it goes at the end, with all that is in it."""
-    name = f"e2e-{int(time.time()) % 10_000_000}"
+    name = f"e2e-{int(time.time()) % 10_000_000}-{os.getpid()}"
     subprocess.run(["kubectl", "create", "namespace", name], check=True, capture_output=True)
     labels = [f"pod-security.kubernetes.io/{mode}=restricted" for mode in ("enforce", "warn")]
     subprocess.run(["kubectl", "label", "namespace", name, *labels], check=True, capture_output=True)
