@@ -19,6 +19,14 @@ ROOT = Path(__file__).resolve().parents[3]
 IMAGE = os.environ.get("CAROUSEL_E2E_IMAGE", "carousel:demo")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder are end-to-end tests; none can be forgotten."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.e2e)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> None:
     """Skips everything where there is no cluster."""

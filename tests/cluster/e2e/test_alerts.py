@@ -5,12 +5,9 @@ The tests are those of tests/helm; without promtool they are skipped with a line
 
 from __future__ import annotations
 
-import pytest
 from tests.helm.test_chart_metrics import (  # noqa: F401  (collected here too)
     test_alerts_fire_when_they_should_and_only_then,
     test_every_alert_has_a_scene_in_which_it_fires,
     test_rules_are_rules_to_prometheus,
     test_the_scaler_s_signal_in_promql,
 )
-
-pytestmark = [pytest.mark.e2e]

@@ -9,7 +9,7 @@ from tests.cluster.e2e.kube import Kube, KubectlError, name_of, restarts, until
 from carousel.config import declared_settings, load_settings
 from carousel.options import SettingsError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def failure(kube: Kube) -> str:

@@ -12,7 +12,7 @@ from tests.cluster.e2e.conftest import IMAGE, container_of, set_variables
 from tests.cluster.e2e.kube import Kube, Object, name_of, until
 from tests.manifests.kustomized import MANIFESTS, build
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 COST = "controller.kubernetes.io/pod-deletion-cost"
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 

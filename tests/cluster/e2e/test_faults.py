@@ -11,7 +11,7 @@ from tests.cluster.e2e.conftest import container_of, demo_service, set_variables
 from tests.cluster.e2e.kube import Kube, Object, is_ready, name_of, restarts, until
 from tests.cluster.e2e.streams import streams
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def service() -> Object:

@@ -16,7 +16,7 @@ from tests.cluster.e2e.kube import Kube, is_ready, until
 from tests.helm.chart_tools import CHART, Doc, merged, pod_templates, render, run_helm
 from tests.helm.matrix import MATRIX
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 #: The demo image, small, and quick to leave.
 SMALL: Doc = {

@@ -6,7 +6,7 @@ import pytest
 from tests.cluster.e2e.kube import Kube, KubectlError
 from tests.manifests.kustomized import MANIFESTS, build, folders, read
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 #: Kinds that a cluster need not have, and what brings them.
 OPTIONAL = {
     "PodMonitor": "the Prometheus operator",

@@ -12,7 +12,7 @@ from tests.cluster.e2e.conftest import IMAGE, documents
 from tests.cluster.e2e.kube import Kube, Object, name_of, until
 from tests.cluster.e2e.test_smoke import grpc_answer, rest_answers, start_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 CLAIM, FOLDER = "models", "smollm2"  # as manifests/runtimes/pvc says
 COPY = (
     "import pathlib, shutil\n"

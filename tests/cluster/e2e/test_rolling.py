@@ -10,7 +10,7 @@ from tests.cluster.e2e.conftest import demo_service
 from tests.cluster.e2e.kube import Kube, name_of, until
 from tests.cluster.e2e.streams import streams
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 #: 16 that keep their connections, 8 that do not, 4 gRPC channels: 28 requests at any time.
 CLIENTS = {"kept": 16, "fresh": 8, "grpc": 4}
 TOKENS = 24

@@ -19,7 +19,7 @@ from tests.cluster.e2e.conftest import IMAGE
 from tests.cluster.e2e.kube import Kube, Object, until
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 POD = """
 import json

@@ -24,7 +24,7 @@ from tests.cluster.e2e.kube import Kube, KubectlError, Object, until
 from tests.cluster.e2e.streams import SETTLE_S, streams
 from tests.manifests.kustomized import MANIFESTS, build
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 WAYS = ("keda-prometheus", "keda-metrics-api", "keda-external", "hpa")
 STREAMS, SEATS, TOKENS, STEP_S = 24, 16, 20, 0.4

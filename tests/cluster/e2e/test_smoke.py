@@ -15,7 +15,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 from tests.cluster.e2e.conftest import demo_service
 from tests.cluster.e2e.kube import Kube, Object, name_of, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 PROMPT = "The capital of France is"
 
 
