@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -98,7 +99,7 @@ def make(venv: Path, target: str, extras: list[str], torch: str) -> bool:
     if target != "deps":
         where = ["--editable", str(ROOT)] if target == "dev" else [str(ROOT)]
         shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what an earlier build left there
-        install(python, ["--no-deps", "--no-build-isolation", *where], "Carousel", constrained=False)
+        install(python, ["--no-deps", "--no-build-isolation", *where], "Carousel", None)
         shutil.rmtree(ROOT / "build", ignore_errors=True)
     stamp.write_text(f"{wanted}\n{library}\n", "utf-8")
     return True
@@ -119,8 +120,26 @@ def install_requirements(venv: Path, python: Path, extras: list[str], torch: str
             known = ", ".join(project["optional-dependencies"])
             raise EnvironmentFailed(f"there is no extra {extra!r}; there are {known}")
         requirements += project["optional-dependencies"][extra]
-    install(python, ["setuptools", *torch_arguments(torch)], "PyTorch")
-    install(python, requirements, f"{len(requirements)} requirements and what they need")
+    with tempfile.TemporaryDirectory() as folder:
+        # PyTorch's CUDA builds name the triton that they need, exactly; the pin is for those that need none.
+        without = Path(folder) / "constraints.txt"
+        lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines(keepends=True)
+        without.write_text("".join(line for line in lines if not line.startswith("triton==")), "utf-8")
+        install(python, ["setuptools", *torch_arguments(torch)], "PyTorch", without)
+        pins = without if names_its_triton(python) else ROOT / "constraints.txt"
+        install(python, requirements, f"{len(requirements)} requirements and what they need", pins)
+
+
+def names_its_triton(python: Path) -> bool:
+    """Whether the environment's PyTorch depends on triton, as its CUDA builds do."""
+    code = (
+        "from importlib.metadata import requires; print(any(r.startswith('triton') for r in requires('torch') or ()))"
+    )
+    try:
+        asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return asked.stdout.strip() == "True"
 
 
 def fingerprint(target: str, extras: list[str], torch: str) -> str:
@@ -192,11 +211,11 @@ def answers(url: str, seconds: float) -> bool:
     return result == [True]
 
 
-def install(python: Path, arguments: list[str], what: str, *, constrained: bool = True) -> None:
+def install(python: Path, arguments: list[str], what: str, constraints: Path | None) -> None:
     say(f"installing {what} ...")
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
-    if constrained:
-        command += ["--constraint", str(ROOT / "constraints.txt")]
+    if constraints is not None:
+        command += ["--constraint", str(constraints)]
     run(
         [*command, *arguments],
         f"{what} could not be installed: see pip's message above (pip config list shows its index)",

@@ -92,6 +92,44 @@ def test_an_interrupted_install_is_not_taken_for_done(
     assert not (tmp_path / make_env.STAMP).exists()
 
 
+@pytest.mark.parametrize(("cuda", "pinned"), [(False, True), (True, False)])
+def test_pytorchs_cuda_build_brings_the_triton_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, pinned: bool
+) -> None:
+    """torch 2.13.0 with CUDA wants triton 3.7.1, and another pin would leave pip without an answer."""
+    given: list[str] = []
+
+    def run(command: list[str], failure: str) -> None:
+        if "--constraint" in command:
+            given.append(Path(command[command.index("--constraint") + 1]).read_text("utf-8"))
+
+    monkeypatch.setattr(make_env, "run", run)
+    monkeypatch.setattr(make_env, "torch_arguments", lambda torch: ["torch"])
+    monkeypatch.setattr(make_env, "names_its_triton", lambda python: cuda)
+    make_env.make(tmp_path, "deps", ["cuda"], "cuda")
+    everything = (make_env.ROOT / "constraints.txt").read_text("utf-8")
+    first, second = given
+    assert "\ntriton==" in everything
+    assert "\ntriton==" not in first
+    assert ("\ntriton==" in second) is pinned
+    assert set(everything.splitlines()) - set(first.splitlines()) == {
+        line for line in everything.splitlines() if line.startswith("triton==")
+    }
+
+
+def test_whether_pytorch_names_its_triton_is_asked_of_its_metadata(tmp_path: Path) -> None:
+    folder = tmp_path / "torch-2.13.0.dist-info"
+    folder.mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n', "utf-8")
+    python.chmod(0o755)
+    for requirement, named in (("triton==3.7.1; platform_system == 'Linux'", True), ("sympy", False)):
+        text = f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\nRequires-Dist: {requirement}\n"
+        (folder / "METADATA").write_text(text, "utf-8")
+        assert make_env.names_its_triton(python) is named
+    assert make_env.names_its_triton(tmp_path / "missing") is False
+
+
 def test_unknown_extra_is_named(tmp_path: Path, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert make_env.main(["--venv", str(tmp_path), "--target", "deps", "--extras", "s4"]) == 1
     assert "no extra 's4'; there are s3, gcs" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.cluster.e2e.conftest import IMAGE
 from tests.cluster.e2e.kube import Kube, is_ready, until
+from tests.cluster.e2e.test_smoke import all_protocols_answer
 from tests.helm.chart_tools import CHART, Doc, merged, pod_templates, render, run_helm
 from tests.helm.matrix import MATRIX
 
@@ -121,6 +122,7 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(kube: Kube, report: Ca
     gone = {"secret/chat-api-keys", "networkpolicy.networking.k8s.io/chat", "configmap/chat-dashboard"}
     assert not gone & everything(kube)
     assert {pod["spec"]["automountServiceAccountToken"] for pod in pods} == {False}
+    all_protocols_answer(kube, "service/chat")
 
     helm(kube, "rollback", "chat", "1", "--wait", "--timeout=300s")
     (pod,) = wait_pods(kube, 1)
@@ -142,8 +144,7 @@ def test_as_inferenceservice(kube: Kube) -> None:
     (pod,) = wait_pods(kube, 1)
     assert pod["metadata"]["labels"]["serving.kserve.io/inferenceservice"] == "chat"
     assert pod["spec"]["terminationGracePeriodSeconds"] == 21
-    with kube.forward("service/chat-predictor", 80) as port:
-        assert "Paris" in answer(port).json()["text_output"]
+    all_protocols_answer(kube, "service/chat-predictor")
     assert "Phase:          Succeeded" in helm(kube, "test", "chat", "--timeout=300s")
     # The budget and alerts select KServe's pods by the chart's labels.
     budget = until(

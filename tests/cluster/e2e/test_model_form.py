@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.e2e.conftest import IMAGE, documents
 from tests.cluster.e2e.kube import Kube, Object, name_of, until
-from tests.cluster.e2e.test_smoke import grpc_answer, rest_answers, start_of
+from tests.cluster.e2e.test_smoke import all_protocols_answer, start_of
 
 pytestmark = pytest.mark.timeout(600)
 CLAIM, FOLDER = "models", "smollm2"  # as manifests/runtimes/pvc says
@@ -118,12 +118,7 @@ def test_a_model_from_a_claim_answers(kube: Kube, claim: None, runtime: str, rep
     (pod,) = kube.wait_pods("smollm2", 1)
     created, started = start_of(pod)
     report(ready_after_creation_s=created, ready_after_container_start_s=started)
-    with kube.forward("service/smollm2-predictor", 80) as port:
-        texts = rest_answers(f"http://127.0.0.1:{port}")
-    with kube.forward("service/smollm2-predictor", 8081) as port:
-        texts["grpc"] = grpc_answer(port)
-    assert "Paris" in texts["generate"]
-    assert {texts[name] for name in ("infer", "generate_stream", "completions", "grpc")} == {texts["generate"]}
+    all_protocols_answer(kube, "service/smollm2-predictor")
     # Mounted from the claim, read-only, and nothing was fetched.
     assert kube.exec(name_of(pod), "ls", "/mnt/models").strip().endswith(".gguf")
     assert "Read-only file system" in kube.exec(name_of(pod), "touch", "/mnt/models/x", check=False)

@@ -77,6 +77,18 @@ def grpc_answer(port: int) -> str:
     return response.outputs[index].contents.bytes_contents[0].decode()
 
 
+def all_protocols_answer(kube: Kube, service: str) -> None:
+    """V1, V2 over REST, SSE and gRPC, and OpenAI's API, through port-forward. They ask one engine the same, and it says
+    the same."""
+    with kube.forward(service, 80) as port:
+        texts = rest_answers(f"http://127.0.0.1:{port}")
+    with kube.forward(service, 8081) as port:
+        texts["grpc"] = grpc_answer(port)
+    assert "Paris" in texts["generate"]
+    assert {texts[name] for name in ("infer", "generate_stream", "completions", "grpc")} == {texts["generate"]}
+    assert "Paris" in texts["predict"]
+
+
 @pytest.mark.smoke
 def test_apply_ready_answers_and_replicas(kube: Kube, report: Callable[..., None]) -> None:
     kube.apply(demo_service(CAROUSEL_SHUTDOWN_DELAY_SECONDS="1"))
@@ -87,15 +99,7 @@ def test_apply_ready_answers_and_replicas(kube: Kube, report: Callable[..., None
     ready_line = next(json.loads(line)["message"] for line in log.splitlines() if '"ready in ' in line)
     report(ready_after_creation_s=created, ready_after_container_start_s=started, said=ready_line)
 
-    with kube.forward("service/smollm2-predictor", 80) as port:
-        texts = rest_answers(f"http://127.0.0.1:{port}")
-    with kube.forward("service/smollm2-predictor", 8081) as port:
-        texts["grpc"] = grpc_answer(port)
-    # All protocols ask the same engine the same: they say the same.
-    assert "Paris" in texts["generate"]
-    assert {texts[name] for name in ("infer", "generate_stream", "completions", "grpc")} == {texts["generate"]}
-    assert "Paris" in texts["predict"]
-
+    all_protocols_answer(kube, "service/smollm2-predictor")
     confined(kube, name_of(pod))
     for replicas in (2, 1):
         kube.apply(demo_service(replicas=replicas, CAROUSEL_SHUTDOWN_DELAY_SECONDS="1"))
