@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import grpc
     from grpc import aio
 
-__all__ = ["bind_grpc", "url_host"]
+__all__ = ["bind_grpc", "is_loopback", "url_host"]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on ``host``."""
+    bare = host.strip("[]")
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return bare == "localhost"
 
 
 def url_host(address: str) -> str:

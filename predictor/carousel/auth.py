@@ -34,10 +34,10 @@ _ALLOWED = (
     f"a key of {KEY_LENGTHS[0]} to {KEY_LENGTHS[1]} visible ASCII characters, or KEY=TENANT with a tenant of letters, "
     "digits, dots, dashes and underscores"
 )
-# Machines that poll these have no keys: probes, scrapers, load balancers.
+# Machines that poll these have no keys: probes, scrapers, load balancers. The live page's files hold nobody's data.
 _OPEN_ROUTE = re.compile(
     r"/|/livez|/readyz|/startupz|/healthz|/health|/load|/metrics|/v2/health/(?:live|ready)"
-    r"|/v2/models/[^/]+(?:/versions/[^/]+)?/ready"
+    r"|/v2/models/[^/]+(?:/versions/[^/]+)?/ready|/page/[a-z-]+\.(?:css|js|svg)"
 )
 _OPEN_METHODS = frozenset({"ServerLive", "ServerReady", "ModelReady"})
 

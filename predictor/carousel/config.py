@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from carousel.addresses import is_loopback
 from carousel.config_checks import COMPATIBILITY, cross_checks
 from carousel.cpus import available_cpus
 from carousel.options import (
@@ -223,6 +224,20 @@ class Settings:
     enable_docs: bool = option(
         False, SWITCH, "Whether /docs shows the API as a page.", group=_SERVER, aliases=("--enable-docs-url",)
     )
+    page: str = option(
+        "auto",
+        TEXT,
+        """Whether browsers find a live page of the batch at /: request ids, lengths and tenants, never text. auto:
+        where --api-keys guards it, or --host is this machine alone.""",
+        group=_SERVER,
+        choices=("auto", "always", "never"),
+    )
+    demo: bool = option(
+        False,
+        SWITCH,
+        "Whether the live page may load the server with synthetic requests and switch its batching; for trying it out.",
+        group=_SERVER,
+    )
     allow_unload: bool = option(
         False, SWITCH, "Whether clients may unload the model over the V2 repository API.", group=_SERVER
     )
@@ -421,6 +436,13 @@ class Settings:
     log_prompts: bool = option(
         False, SWITCH, "Whether the log holds prompts; without it, nothing that a client wrote.", group=_LOG
     )
+    traces: bool = option(
+        False,
+        SWITCH,
+        """Whether spans of requests (queue, prefill, decode) are sent over OTLP, where and how the OTEL_* variables
+        say; wants kserve-carousel[otel].""",
+        group=_LOG,
+    )
     vllm_metrics: bool = option(
         False,
         SWITCH,
@@ -439,6 +461,13 @@ class Settings:
     def num_threads(self) -> int:
         """``threads``, or what this process may use when that is 0."""
         return self.threads or available_cpus()
+
+    @property
+    def shows_page(self) -> bool:
+        """Whether the live page is served."""
+        if self.page == "auto":
+            return bool(self.api_keys) or is_loopback(self.host)
+        return self.page == "always"
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -14,6 +14,7 @@ from carousel.engine.stream import collect
 from carousel.lifecycle import EngineLike, StreamLike
 from carousel.protocols.errors import RequestTimedOut
 from carousel.telemetry.notes import current_notes
+from carousel.telemetry.tracing import current_call
 
 LONGEST_TURN_S = 0.02
 """Seconds of submitting after which the event loop may serve others: a call can have thousands of choices."""
@@ -46,7 +47,7 @@ async def submit_all(stack: AsyncExitStack, engine: EngineLike, call: Call) -> l
         await asyncio.to_thread(_tokenize, engine.tokenizer, texts)
     _hurry(call)
     streams: list[StreamLike] = []
-    notes = current_notes.get()
+    notes, span = current_notes.get(), current_call.get()
     turn = time.monotonic()
     for index, request in enumerate(call.requests):
         if time.monotonic() - turn > LONGEST_TURN_S:
@@ -54,11 +55,15 @@ async def submit_all(stack: AsyncExitStack, engine: EngineLike, call: Call) -> l
             turn = time.monotonic()
         if notes is not None:
             notes.expect(request)
+        if span is not None:
+            span.follow(request)
         try:
             stream = engine.submit(request)
         except Exception as error:
             if notes is not None:
                 notes.refused(request)
+            if span is not None:
+                span.refused(request)
             raise call.restate(error, index) from error
         streams.append(await stack.enter_async_context(stream))
     return streams

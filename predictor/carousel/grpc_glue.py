@@ -22,7 +22,7 @@ from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
 from carousel.addresses import bind_grpc
-from carousel.auth import ApiKeys
+from carousel.auth import ApiKeys, is_open_method
 from carousel.engine.errors import InvalidRequest
 from carousel.generation import call_deadline
 from carousel.grpc_auth import KeyCheck
@@ -173,7 +173,11 @@ def _headers(context: Any) -> dict[str, str]:
 
 
 class ErrorsAndLog(aio.ServerInterceptor):
-    """Gives every exception its status code and ``retry-after``, every call a request id and a line in the log."""
+    """Gives every exception its status code and ``retry-after``, every call a request id and a line in the log, and a
+    span where there is a ``tracer``."""
+
+    def __init__(self, tracer: tracing.Tracer | None = None) -> None:
+        self._tracer = tracer
 
     async def intercept_service(
         self,
@@ -189,7 +193,7 @@ class ErrorsAndLog(aio.ServerInterceptor):
             inner, parse = handler.unary_unary or handler.unary_stream, handler.request_deserializer
 
             async def call(raw: bytes, context: Any) -> Any:
-                return await _answer(lambda: inner(_parse(parse, raw), context), method, context)
+                return await _answer(lambda: inner(_parse(parse, raw), context), method, context, self._tracer)
 
             # Bytes that are no message must get an answer of ours: gRPC's own would be INTERNAL.
             if handler.unary_unary is not None:
@@ -198,7 +202,7 @@ class ErrorsAndLog(aio.ServerInterceptor):
         if handler.stream_stream is not None:
 
             async def stream(messages: AsyncIterator[bytes], context: Any) -> None:
-                await _answer(lambda: handler.stream_stream(messages, context), method, context)
+                await _answer(lambda: handler.stream_stream(messages, context), method, context, self._tracer)
 
             return grpc.stream_stream_rpc_method_handler(stream, handler.request_deserializer, coder)
         return handler
@@ -217,14 +221,16 @@ def _deadline(context: Any) -> float | None:
     return time.monotonic() + left
 
 
-async def _answer(inner: Callable[[], Awaitable[Any]], method: str, context: Any) -> Any:
+async def _answer(inner: Callable[[], Awaitable[Any]], method: str, context: Any, tracer: tracing.Tracer | None) -> Any:
     started = time.perf_counter()
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     request_id = clean_request_id(metadata.get("x-request-id", ""))
-    trace = tracing.accept(metadata.get("traceparent", ""))
+    span = _begin_span(method, metadata, tracer)
+    trace = tracing.accept(metadata.get("traceparent", "")) if span is None else span.trace
     # This task serves one call: nothing has to be put back.
     current_request_id.set(request_id)
     tracing.current_trace.set(trace)
+    tracing.current_call.set(span)
     call_deadline.set(_deadline(context))
     initial = [("x-request-id", request_id)]
     if trace is not None:
@@ -254,6 +260,18 @@ async def _answer(inner: Callable[[], Awaitable[Any]], method: str, context: Any
             await context.abort(grpc.StatusCode[code], info.message, trailing)
         finally:
             _log(method, code, started, notes)
+            if span is not None:
+                bad = code in ("INTERNAL", "UNAVAILABLE", "UNKNOWN", "DEADLINE_EXCEEDED")
+                attributes = {"rpc.response.status_code": code, "carousel.request_id": request_id}
+                span.end(attributes, code if bad else None)
+
+
+def _begin_span(method: str, metadata: dict[str, str], tracer: tracing.Tracer | None) -> tracing.Call | None:
+    """The span of a call, unless it is a probe's."""
+    if tracer is None or is_open_method(method):
+        return None
+    name = method.strip("/")
+    return tracer.begin(metadata, name, {"rpc.system.name": "grpc", "rpc.method": name})
 
 
 def _log(method: str, code: str, started: float, notes: Notes) -> None:
@@ -274,6 +292,7 @@ def make_server(
     keys: ApiKeys | None = None,
     credentials: grpc.ServerCredentials | None = None,
     max_age_s: float = 0.0,
+    tracer: tracing.Tracer | None = None,
 ) -> tuple[aio.Server, int]:
     """A gRPC server, bound and not yet started.
 
@@ -287,6 +306,7 @@ def make_server(
         max_age_s: after this time a client is asked to open another connection; calls that run go on. So that clients
             leave a server that is about to end, without a call that fails: what a closing server says is too late for
             calls on their way. 0: never.
+        tracer: begins a span for every call; None: there are none.
 
     Returns:
         the server and the port it is bound to (``port`` itself, or what the system chose for 0).
@@ -296,7 +316,7 @@ def make_server(
     """
     age = [("grpc.max_connection_age_ms", int(max_age_s * 1000))] if max_age_s else []
     server = aio.server(
-        interceptors=(ErrorsAndLog(),) if keys is None else (ErrorsAndLog(), KeyCheck(keys)),
+        interceptors=(ErrorsAndLog(tracer), *(() if keys is None else (KeyCheck(keys),))),
         options=[
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", max_message_bytes),

@@ -42,6 +42,7 @@ MAX_PATH_LOGGED = 512
 CLIENT_LEFT = 499
 _PROBES = ("/livez", "/readyz", "/startupz", "/metrics", "/v2/health/", "/health", "/load")
 _KEY_HEADERS = (b"authorization", b"x-api-key")
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def clean_request_id(given: str) -> str:
@@ -66,6 +67,7 @@ class RequestLayer:
         draining: while true, responses that begin are their connection's last, so that clients turn to another pod.
         closing: while true, so are responses that began before and did not say so.
         keys: the API keys in force; None lets everybody in.
+        tracer: begins a span for every request that is no probe; None: there are none.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class RequestLayer:
         draining: Callable[[], bool] = lambda: False,
         closing: Callable[[], bool] = lambda: False,
         keys: ApiKeys | None = None,
+        tracer: tracing.Tracer | None = None,
     ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
@@ -84,6 +87,7 @@ class RequestLayer:
         self.draining = draining
         self.closing = closing
         self.keys = keys
+        self.tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,7 +113,8 @@ class _Exchange:
         self.task = asyncio.current_task()
         self.shown: dict[str, str] = {}
         self.notes: Notes | None = None
-        given, length, traceparent, headers = "", "0", "", []
+        given, length, headers = "", "0", []
+        context: dict[str, str] = {}
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 given = value.decode("latin-1")
@@ -119,18 +124,33 @@ class _Exchange:
                 continue
             if name == b"content-length":
                 length = value.decode("latin-1")
-            elif name == b"traceparent":
-                traceparent = value.decode("latin-1")
+            elif name in _TRACE_HEADERS:
+                context[name.decode()] = value.decode("latin-1")
             headers.append((name, value))
-        self.trace = tracing.accept(traceparent)
+        self.call = self._begin(scope, context)
+        self.trace = tracing.accept(context.get("traceparent", "")) if self.call is None else self.call.trace
         self.too_large = length.isdigit() and int(length) > layer.max_body_bytes
         self.request_id = clean_request_id(given)
         # Whoever handles the request finds the id that the answer will carry, KServe's own handlers included.
         headers.append((b"x-request-id", self.request_id.encode("latin-1")))
         self.scope = {**scope, "headers": headers, DIRECT_SEND: self.send}
 
+    def _begin(self, scope: Scope, context: dict[str, str]) -> tracing.Call | None:
+        """The span of this request, if it is to have one."""
+        tracer, method, path = self.layer.tracer, scope["method"], scope["path"]
+        if tracer is None or is_probe(path) or path.startswith("/page/"):
+            return None
+        attributes = {"http.request.method": method, "url.path": path[:MAX_PATH_LOGGED]}
+        return tracer.begin(context, f"{method} {path[:MAX_PATH_LOGGED]}", attributes)
+
+    def _end_span(self) -> None:
+        if self.call is not None:
+            error = str(self.status) if self.status >= 500 else None
+            self.call.end({"http.response.status_code": self.status, "carousel.request_id": self.request_id}, error)
+
     async def run(self) -> None:
         token, span = current_request_id.set(self.request_id), tracing.current_trace.set(self.trace)
+        tracing.current_call.set(self.call)
         try:
             with open_notes() as notes:
                 self.notes = notes
@@ -142,7 +162,9 @@ class _Exchange:
                     if self.watcher is not None:
                         self.watcher.cancel()
                     self._log(notes)
+                    self._end_span()
         finally:
+            tracing.current_call.set(None)
             tracing.current_trace.reset(span)
             current_request_id.reset(token)
 

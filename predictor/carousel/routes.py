@@ -20,6 +20,7 @@ from carousel.predictor import CarouselModel
 from carousel.routes_health import HealthRoutes
 from carousel.routes_kserve import KServeRoutes
 from carousel.routes_openai import OpenAIRoutes
+from carousel.routes_page import PageRoutes
 
 Handler = Callable[..., Any]
 
@@ -92,9 +93,12 @@ class Routes:
         ]
 
 
-def mount(app: FastAPI, routes: Routes, *, docs: bool = False) -> None:
-    """Add the routes to ``app``, with ``docs`` also ``/docs``. Call this before KServe adds its own."""
+def mount(app: FastAPI, routes: Routes, *, docs: bool = False, page: PageRoutes | None = None) -> None:
+    """Add the routes to ``app``, with ``docs`` also ``/docs``, and the live page. To be called before KServe's own."""
     router = APIRouter()
+    if page is not None:
+        for method, path, handler in page.table(routes.kserve.live):
+            router.add_api_route(path, handler, methods=[method], response_model=None)
     for method, path, handler in routes.table():
         router.add_api_route(path, handler, methods=[method], response_model=None)
     model_name = routes.health.model.name

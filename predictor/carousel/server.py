@@ -28,6 +28,7 @@ from carousel.tls import TlsUnusable
 
 if TYPE_CHECKING:
     from carousel.serving import CarouselServer
+    from carousel.telemetry.spans import Spans
 
 logger = logging.getLogger("carousel.server")
 
@@ -74,6 +75,11 @@ def serve(
         logger.critical("%s", error)
         return 1
     try:
+        spans = make_spans(settings)
+    except ValueError as error:
+        logger.critical("%s", error)
+        return 1
+    try:
         http_socket = listen(settings.host, settings.http_port)
     except OSError as error:
         address = f"{settings.host}:{settings.http_port}"
@@ -88,7 +94,7 @@ def serve(
             from carousel.predictor import CarouselModel
             from carousel.serving import CarouselServer
         adopt("kserve", "kserve.trace", "uvicorn", "uvicorn.error", "uvicorn.access")
-        server = CarouselServer(settings, lifecycle, http_socket, started_at, security)
+        server = CarouselServer(settings, lifecycle, http_socket, started_at, security, spans)
         if on_server is not None:
             on_server(server)
         early.forward_to(server)
@@ -100,6 +106,23 @@ def serve(
         os._exit(server.exit_code)
     logger.info("stopped")
     return server.exit_code
+
+
+def make_spans(settings: Settings) -> Spans | None:
+    """What sends traces, where they are wanted.
+
+    Raises:
+        ValueError: OpenTelemetry's packages are missing, or its variables ask for what there is not.
+    """
+    if not settings.traces:
+        return None
+    try:
+        from carousel.telemetry.spans import Spans
+    except ImportError as error:
+        raise ValueError(f"--traces: {error}; install kserve-carousel[otel], or choose --no-traces") from None
+    from carousel.telemetry.metrics import versions
+
+    return Spans.from_environment(os.environ, settings.model_name, versions()["version"])
 
 
 def listen(host: str, port: int) -> socket.socket:

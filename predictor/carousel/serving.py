@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -37,10 +38,14 @@ from carousel.http_protocol import GuardedProtocol, guarded
 from carousel.lifecycle import Lifecycle
 from carousel.middleware import RequestLayer
 from carousel.predictor import CarouselModel
+from carousel.routes_page import PageRoutes
 from carousel.security import Security
 from carousel.telemetry.metrics import EngineMetrics, versions
 from carousel.telemetry.notes import NoteTaker
 from carousel.telemetry.statistics import RequestStatistics
+
+if TYPE_CHECKING:
+    from carousel.telemetry.spans import Spans
 
 logger = logging.getLogger("carousel.server")
 
@@ -74,6 +79,7 @@ class CarouselServer(ModelServer):
         http_socket: bound and listening.
         started_at: ``time.time()`` of the process's start, for the log.
         security: keys and certificates; None: neither.
+        spans: traces; None: there are none.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class CarouselServer(ModelServer):
         http_socket: socket.socket,
         started_at: float,
         security: Security | None = None,
+        spans: Spans | None = None,
     ) -> None:
         super().__init__(
             http_port=http_socket.getsockname()[1],
@@ -98,10 +105,16 @@ class CarouselServer(ModelServer):
         self.statistics = RequestStatistics()
         self.dataplane = CarouselDataPlane(self.registered_models, lifecycle, self.statistics)
         self.security = security or Security()
+        self.spans = spans
         self.metrics = EngineMetrics(
-            settings.model_name, lifecycle.stats, lambda: lifecycle.ready, vllm_names=settings.vllm_metrics
+            settings.model_name,
+            lifecycle.stats,
+            lambda: lifecycle.ready,
+            vllm_names=settings.vllm_metrics,
+            trace_id=spans.trace_id if spans is not None else lambda request_id: None,
         )
         self.exit_code = 0
+        self.page: PageRoutes | None = None
         self._http_socket = http_socket
         self._started_at = started_at
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,6 +142,8 @@ class CarouselServer(ModelServer):
                 runner.run(self._run(models[0], _Uvicorn(config)))
         finally:
             self.metrics.unregister()
+            if self.spans is not None:
+                self.spans.close()
 
     def build_app(self, model: CarouselModel) -> FastAPI:
         """The application: our routes, then KServe's, on an app of its own, so that a process can hold several."""
@@ -137,9 +152,9 @@ class CarouselServer(ModelServer):
             version=versions()["version"],
             openapi_url=None,  # routes.mount serves a document of our own, and /docs a page that loads nothing
         )
-        routes.mount(
-            app, routes.Routes(model, self.dataplane, self.settings.allow_unload), docs=self.settings.enable_docs
-        )
+        self.page = PageRoutes(model, self.settings) if self.settings.shows_page else None
+        table = routes.Routes(model, self.dataplane, self.settings.allow_unload)
+        routes.mount(app, table, docs=self.settings.enable_docs, page=self.page)
         root = APIRouter()
         root.add_api_route("/metrics", metrics_handler, methods=["GET"])
         app.include_router(root)
@@ -156,6 +171,7 @@ class CarouselServer(ModelServer):
             draining=lambda: self.lifecycle.draining,
             closing=lambda: self.lifecycle.refusing,
             keys=self.security.keys,
+            tracer=self.spans,
         )
         return uvicorn.Config(
             layer,
@@ -283,6 +299,7 @@ class CarouselServer(ModelServer):
                 keys=self.security.keys,
                 credentials=self.security.grpc_credentials(),
                 max_age_s=GRPC_AGE_SHARE * self.settings.shutdown_delay_seconds,
+                tracer=self.spans,
             )
         except OSError as error:
             logger.critical("%s; choose another port with --grpc-port, or --no-grpc", error)
@@ -297,6 +314,9 @@ class CarouselServer(ModelServer):
             assert self.lifecycle.engine is not None
             timeline = self.lifecycle.engine.timeline
             timeline.observers += [self.metrics, self.statistics, NoteTaker()]
+            if self.spans is not None:
+                timeline.observers.append(self.spans)
+                timeline.watch(self.spans)
             faults.install(timeline, os.environ)
         except asyncio.CancelledError:
             raise

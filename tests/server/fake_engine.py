@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from carousel.config import Settings
 from carousel.engine.errors import EngineUnavailable, RequestTooLong
+from carousel.engine.events import Glance, PoolView
 from carousel.engine.request import FinishReason, GenerationRequest, Output, TokenLogprob
 from carousel.engine.timeline import EngineStats, RequestRecord, StepRecord, Timeline
 
@@ -203,6 +204,10 @@ class FakeEngine:
             draining=self.draining,
             alive=self.alive,
         )
+
+    def glance(self, take: Callable[[Glance], None]) -> bool:
+        take(Glance(time.monotonic(), [], len(self.live), [], 0, [], PoolView(100, 100, 0, 0, 1, ""), False, 0.0))
+        return self.alive
 
     async def drain(self, timeout_s: float) -> bool:
         self.draining = True

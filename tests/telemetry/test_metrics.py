@@ -45,7 +45,7 @@ def test_buckets_count_every_value_at_or_below_their_bound(values):
     together.observe_many(values)
     assert one_by_one.counts == together.counts
     assert together.sum == pytest.approx(sum(values))
-    for bound, count in together.buckets():
+    for bound, count, *_ in together.buckets():
         assert count == sum(value <= float(bound) for value in values)
 
 

@@ -50,6 +50,7 @@ class BlockPool:
         # A stack: the block freed last is taken first, so a lightly loaded engine touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._num_touched = 0  # the blocks from this one on were never used
 
     @property
     def num_free(self) -> int:
@@ -64,6 +65,10 @@ class BlockPool:
         """Blocks that :meth:`allocate` can give out now."""
         return len(self._free) + len(self._cached)
 
+    def contents(self) -> tuple[list[int], list[bytes | None]]:
+        """References and name of each block up to the last that was ever used. Copies."""
+        return self._references[: self._num_touched], self._names[: self._num_touched]
+
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` blocks for writing, or None, and take nothing, if there are not enough."""
         if count > self.num_available:
@@ -72,6 +77,8 @@ class BlockPool:
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
+                if block >= self._num_touched:
+                    self._num_touched = block + 1
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)

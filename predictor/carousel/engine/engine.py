@@ -23,6 +23,7 @@ from carousel.engine.block_pool import BlockPool
 from carousel.engine.detokenizer import Detokenizer
 from carousel.engine.device import Device, explain
 from carousel.engine.errors import SHUT_DOWN, EngineUnavailable, InvalidRequest, RequestTooLong
+from carousel.engine.events import Glance
 from carousel.engine.graph_runner import GraphRunner
 from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
@@ -257,6 +258,25 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of counts and gauges."""
         return self._ledger.snapshot(draining=self._draining, alive=self.alive)
+
+    # ---- those who watch
+
+    def glance(self, take: Callable[[Glance], None]) -> bool:
+        """Have the engine thread look at itself before its next step and call ``take`` with what it sees.
+
+        ``take`` must be quick and must not raise. False when there is no thread any more that would.
+        """
+        return self._command(lambda core: take(core.glance()))
+
+    def set_batching(self, static: bool) -> bool:
+        """Fill the batch in another way, from the next step on; see :meth:`Scheduler.set_static`.
+
+        Raises:
+            InvalidRequest: the policy preempts, which a static batch never does.
+        """
+        if static and self.settings.policy == "priority":
+            raise InvalidRequest("batching", "static", "continuous, as the policy is priority, which preempts")
+        return self._command(lambda core: core.scheduler.set_static(static))
 
     # ---- requests
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from carousel.engine.device import Readback
+from carousel.engine.events import Event, Glance, What
+from carousel.engine.glance import look
 from carousel.engine.ledger import Account, Counters, Ledger
 from carousel.engine.request import (
     FinishReason,
@@ -120,6 +122,7 @@ class EngineCore:
         self._past_deadlines = 0  # how many of them, at most, belong to requests that have ended
         self._tiebreak = count()
         self._counters = Counters()
+        self._events: list[Event] = []  # what watchers have not been told yet
 
     # ---- requests come and go
 
@@ -130,6 +133,9 @@ class EngineCore:
             heapq.heappush(self._deadlines, (live.expires_at, next(self._tiebreak), live))
         for sequence in live.sequences:
             self._owner[sequence.order] = live
+            prompt, tenant = sequence.num_prompt_tokens, live.request.tenant
+            most = sequence.max_total_tokens - prompt
+            self._note(What.ARRIVED, sequence, live.request.arrival, tokens=prompt, left=most, detail=tenant)
             if live.request.sampling.prompt_logprobs is not None:
                 # Nothing predicts the first token.
                 sequence.prompt_logprobs = [TokenLogprob(sequence.token_ids[0], None, 0, [])]
@@ -156,6 +162,7 @@ class EngineCore:
                 output.error = error
                 self._finish(step, live, sequence, output, reason)
         self._report()
+        self._tell(None)
         self._publish(step.deltas)
 
     @property
@@ -228,6 +235,8 @@ class EngineCore:
         now = self._clock()
         self.scheduler.collected(flight.schedule)
         step = _Step()
+        if self.timeline.watchers:
+            self._note_chunks(flight, now)
         for sequence, prompt in flight.prompts:
             if not sequence.finished and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += prompt.wait()
@@ -245,8 +254,11 @@ class EngineCore:
         now = self._clock()
         for sequence in schedule.preempted:
             self._ledger.stopped(self._owner[sequence.order].account, ended=False)
+            self._note(What.PREEMPTED, sequence, now, tokens=sequence.num_lost_tokens)
         for sequence in schedule.admitted:
             self._ledger.started(self._owner[sequence.order].account)
+            cached = sequence.num_computed_tokens
+            self._note(What.ADMITTED, sequence, now, tokens=cached, left=sequence.num_tokens - cached)
         for entry in schedule.entries:
             sequence = entry.sequence
             if sequence.admitted_at is None:
@@ -288,6 +300,7 @@ class EngineCore:
             step.latencies_s.append(now - sequence.last_token_at)
         else:
             sequence.first_token_at = now
+            self._note(What.FIRST_TOKEN, sequence, now)
         sequence.last_token_at = now
         self._counters.generation_tokens += 1
 
@@ -343,6 +356,9 @@ class EngineCore:
             total_s=now - arrival,
         )
         step.deltas.append((live, output))
+        if self.timeline.watchers:
+            held = sequence in self.scheduler.idle
+            self._note(What.ENDED, sequence, now, tokens=sequence.num_output_tokens, detail=reason.value, held=held)
         if live.reason not in _ABNORMAL:
             live.reason = reason
         live.unfinished -= 1
@@ -394,6 +410,45 @@ class EngineCore:
             seats=tuple(_seats(schedule)) if self.timeline.record_seats else (),
         )
         self.timeline.record_step(record, step.latencies_s)
+        self._tell(record)
+
+    # ---- those who watch
+
+    def _note(
+        self,
+        what: What,
+        sequence: Sequence,
+        at: float,
+        *,
+        tokens: int = 0,
+        left: int = 0,
+        since: float = 0.0,
+        detail: str = "",
+        held: bool = False,
+    ) -> None:
+        if self.timeline.watchers:
+            request_id = sequence.request.request_id
+            self._events.append(
+                Event(what, at, sequence.order, request_id, sequence.index, tokens, left, since, detail, held)
+            )
+
+    def _note_chunks(self, flight: _InFlight, now: float) -> None:
+        since = max(flight.started, self._last_done)
+        for entry in flight.schedule.entries:
+            sequence, count = entry.sequence, entry.num_new_tokens
+            if not entry.idle and (count > 1 or entry.start < sequence.num_prompt_tokens):
+                left = 0 if entry.samples else max(1, sequence.num_tokens - entry.end)
+                self._note(What.CHUNK, sequence, now, tokens=count, left=left, since=since)
+
+    def _tell(self, step: StepRecord | None) -> None:
+        events, self._events = self._events, []
+        if events or step is not None:
+            self.timeline.tell(events, step)
+
+    def glance(self) -> Glance:
+        """How everything stands between two steps; watchers hear before of all that led to it."""
+        self._tell(None)
+        return look(self.scheduler, self._clock())
 
 
 def _seats(schedule: Schedule) -> Iterator[Seat]:

@@ -26,11 +26,12 @@ are padded to the longest, and rows whose sequences have ended go on computing (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from carousel.engine.block_pool import BlockPool, blocks_for, extend_hashes
 from carousel.engine.cost_model import StepCostModel, attended
+from carousel.engine.events import Reason
 from carousel.engine.policy import Policy
 from carousel.engine.request import Sequence, SequenceStatus
 from carousel_kernels.layout import BLOCK_SIZE
@@ -142,6 +143,8 @@ class Scheduler:
         self._padding: dict[int, int] = {}  # sequence.order -> columns of padding that are not computed yet
         self.cache_queries = 0
         self.cache_hits = 0
+        self._obstacle: Reason | None = None  # what stopped the last step from admitting the first in the queue
+        self._sharing: set[int] = set()  # orders of those that stepped aside for a prefix
         self._on_blocks_lost = on_blocks_lost or (lambda sequence: None)
 
     # ---- entering and leaving
@@ -195,6 +198,31 @@ class Scheduler:
         yield from self.running
         yield from self.policy
 
+    def set_static(self, static: bool) -> None:
+        """Change how the batch is filled, between two steps.
+
+        To static: nobody joins those that run now, and when they have finished the first group forms. To continuous:
+        the rows of a group that only computed for its shape come free at once.
+        """
+        self.limits = replace(self.limits, static=static)
+        if not static:
+            while self.idle:
+                self._release(self.idle.pop())
+            self._padding.clear()
+
+    def reasons(self, waiting: Iterable[Sequence]) -> list[Reason]:
+        """Why each of ``waiting``, the first of the queue in their order, was not admitted by the last step."""
+        found: list[Reason] = []
+        obstacle = self._obstacle
+        for sequence in waiting:
+            if sequence.order in self._sharing:
+                found.append(Reason.PREFIX)
+                continue
+            found.append(obstacle or Reason.NEXT)
+            if obstacle is Reason.BLOCKS:
+                obstacle = Reason.POLICY  # they may lack nothing, but nobody overtakes
+        return found
+
     # ---- one step
 
     def schedule(self) -> Schedule:
@@ -205,8 +233,10 @@ class Scheduler:
         step = Schedule()
         self.running.sort(key=self.policy.key)
         budget = self._schedule_running(step)
+        self._sharing.clear()
+        self._obstacle = Reason.BLOCKS
         if not step.preempted and not step.unsettled:
-            self._schedule_waiting(step, budget)
+            self._obstacle = self._schedule_waiting(step, budget)
         step.entries.sort(key=lambda entry: entry.num_new_tokens != 1)
         return step
 
@@ -301,20 +331,23 @@ class Scheduler:
 
     # ---- admission to the batch
 
-    def _schedule_waiting(self, step: Schedule, budget: int) -> None:
-        """Rules 2 and 3."""
+    def _schedule_waiting(self, step: Schedule, budget: int) -> Reason | None:
+        """Rules 2 and 3. Returns what the first of those that go on waiting lacks, if it was that far."""
         static = self.limits.static
+        obstacle: Reason | None = None
         if static and self.running:
-            return
+            return Reason.GROUP
         aside: list[Sequence] = []
         coming = self._coming_hashes() if len(self.policy) else set()
         # A static group is closed with its first step: whoever fits joins now, and only then is its width known.
         while (budget > 0 or static) and len(aside) < MAX_ASIDE and (sequence := self.policy.pop()) is not None:
             if coming and not static and self._prefix_is_coming(sequence, coming):
                 aside.append(sequence)
+                self._sharing.add(sequence.order)
                 continue
             if not self._admit(sequence, step):
                 aside.append(sequence)
+                obstacle = Reason.SLOTS if len(self.running) >= self.limits.max_batch_sequences else Reason.BLOCKS
                 break
             if not static:
                 coming.update(sequence.block_hashes[sequence.num_computed_tokens // BLOCK_SIZE :])
@@ -323,6 +356,7 @@ class Scheduler:
             self.policy.push(sequence)
         if static:
             self._start_group(step, budget)
+        return obstacle or (Reason.BUDGET if budget <= 0 else None)
 
     def _start_group(self, step: Schedule, budget: int) -> None:
         """Pad the prompts of a new static group to its longest and begin them.

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from carousel.engine.request import FinishReason
+
+if TYPE_CHECKING:
+    from carousel.engine.events import Event, Watcher
 
 
 class SeatUse(StrEnum):
@@ -165,7 +168,7 @@ class EngineStats:
 
 
 class Timeline:
-    """Keeps the last ``capacity`` steps and tells the observers.
+    """Keeps the last ``capacity`` steps and tells the observers; tells watchers more, while there are any.
 
     Attributes:
         record_seats: whether steps say who took part in them; set it before the requests that matter.
@@ -175,6 +178,18 @@ class Timeline:
         self.record_seats = False
         self.steps: deque[StepRecord] = deque(maxlen=capacity)
         self.observers: list[Observer] = []
+        self.watchers: tuple[Watcher, ...] = ()  # replaced as a whole: the engine thread reads it
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` of every event from now on. To be called on one thread only, as :meth:`unwatch`."""
+        self.watchers = (*self.watchers, watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        self.watchers = tuple(other for other in self.watchers if other is not watcher)
+
+    def tell(self, events: list[Event], step: StepRecord | None) -> None:
+        for watcher in self.watchers:
+            watcher.on_events(events, step)
 
     def record_step(self, step: StepRecord, token_latencies_s: list[float]) -> None:
         self.steps.append(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -17,6 +18,7 @@ from importlib import metadata
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from carousel.engine.request import FinishReason
@@ -67,10 +69,15 @@ class Histogram:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}  # of each bucket the latest
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """``trace_id``: of the request that the value is of, where there is one to look at."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
         self.sum += value
+        if trace_id is not None:
+            self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_many(self, values: Iterable[float]) -> None:
         bounds, counts, total = self.bounds, self.counts, 0.0
@@ -79,13 +86,15 @@ class Histogram:
             total += value
         self.sum += total
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts by upper bound, as Prometheus wants them."""
-        result: list[tuple[str, float]] = []
+    def buckets(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+        """Cumulative counts by upper bound, as Prometheus wants them, with an exemplar of each bucket that has one."""
+        result: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         seen = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+        for index, (bound, count) in enumerate(zip((*self.bounds, float("inf")), self.counts, strict=True)):
             seen += count
-            result.append((floatToGoString(bound), seen))
+            exemplar = self.exemplars.get(index)
+            shown = floatToGoString(bound)
+            result.append((shown, seen) if exemplar is None else (shown, seen, exemplar))
         return result
 
 
@@ -98,6 +107,7 @@ class EngineMetrics:
         ready: whether the server takes requests now.
         build_info: further labels of ``build_info``.
         vllm_names: show the series under vLLM's names too.
+        trace_id: the trace of a request by its id, for exemplars (OpenMetrics only); None where it has none.
     """
 
     def __init__(
@@ -107,7 +117,9 @@ class EngineMetrics:
         ready: Callable[[], bool] = lambda: True,
         build_info: dict[str, str] | None = None,
         vllm_names: bool = False,
+        trace_id: Callable[[str], str | None] = lambda request_id: None,
     ) -> None:
+        self._trace_id = trace_id
         self.model_name = model_name
         self._stats = stats
         self._ready = ready
@@ -151,10 +163,11 @@ class EngineMetrics:
             request.prompt_tokens,
             request.output_tokens,
         )
+        trace_id = self._trace_id(request.request_id)
         with self._lock:
             for histogram, value in zip(self._by_request.values(), values, strict=True):
                 if value is not None:
-                    histogram.observe(value)
+                    histogram.observe(value, trace_id)
 
     # Collector, on whichever thread scrapes
 
