@@ -21,8 +21,8 @@ env: $(ENV) ## Make .venv with all that serving, tests and checks need (again on
 $(ENV): pyproject.toml constraints.txt setup.py scripts/make_env.py $(wildcard kernels/carousel_kernels/cpu/native/*)
 	@$(PYTHON) scripts/make_env.py --venv $(VENV)
 
-serve: env ## Serve the demo model smollm2 on http://127.0.0.1:8080 (gRPC 8081); ARGS goes to `carousel serve`
-	@exec $(BIN)/carousel serve $(ARGS)
+serve: env ## Serve the demo model smollm2 on http://127.0.0.1:8080 (a live page; gRPC 8081); ARGS goes to `carousel serve`
+	@exec env CAROUSEL_DEMO=$${CAROUSEL_DEMO-on} $(BIN)/carousel serve $(ARGS)
 
 test: env ## Run the tests, two files at a time, and hold branch coverage of engine and protocols at 85 % (ARGS: without coverage)
 ifeq ($(ARGS),)

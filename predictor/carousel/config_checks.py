@@ -56,8 +56,6 @@ def cross_checks(settings: Settings) -> Iterable[Problem]:
             ("http_port", "grpc_port", "grpc"),
             f"--http-port and --grpc-port are both {s.http_port}: choose two ports, or --no-grpc",
         )
-    if s.demo and not s.shows_page:
-        yield Problem(("demo", "page"), "--demo is the live page's, which is off: choose --page always, or --no-demo")
     if s.tenant_weights and s.policy != "fair":
         yield Problem(
             ("tenant_weights", "policy"),

@@ -153,6 +153,8 @@ class CarouselServer(ModelServer):
             openapi_url=None,  # routes.mount serves a document of our own, and /docs a page that loads nothing
         )
         self.page = PageRoutes(model, self.settings) if self.settings.shows_page else None
+        if self.settings.demo and self.page is None:
+            logger.warning("--demo does nothing: the live page is off (--page %s)", self.settings.page)
         table = routes.Routes(model, self.dataplane, self.settings.allow_unload)
         routes.mount(app, table, docs=self.settings.enable_docs, page=self.page)
         root = APIRouter()

@@ -13,8 +13,7 @@ import httpx
 import pytest
 from tests.server.harness import Running, serving, wait_until
 
-from carousel.config import Settings, load_settings
-from carousel.options import SettingsError
+from carousel.config import Settings
 from carousel.page import assets, hub
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -167,12 +166,10 @@ def test_the_page_is_there_where_only_this_machine_or_a_key_reaches_it(tmp_path:
         ({"page": "never"}, False),
     ):
         assert Settings(**changes).shows_page is shown, changes
-    with pytest.raises(SettingsError, match="--page always"):
-        load_settings(["--demo", "--page", "never"], {})
 
 
 def test_switched_off_there_is_no_trace_of_it() -> None:
-    with serving(page="never") as running:
+    with serving(page="never", demo=True) as running:
         assert httpx.get(running.url, headers=BROWSER).json() == {"status": "alive"}
         for path in ("/page/events", "/page/main.js", "/page/index.html"):
             assert httpx.get(running.url + path).status_code == 404
