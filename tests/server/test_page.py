@@ -15,6 +15,7 @@ from tests.server.harness import Running, serving, wait_until
 
 from carousel.config import Settings
 from carousel.page import assets, hub
+from carousel.page import demo as demonstration
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 ASK = {"prompt": [65] * 40, "max_tokens": 6, "ignore_eos": True}
@@ -194,7 +195,11 @@ def act(page: Running, what: object, **options: Any) -> httpx.Response:
     return httpx.post(f"{page.url}/page/demo", json={"do": what}, **options)
 
 
-def test_the_comparison_runs_both_ways_and_puts_the_batching_back(page: Running) -> None:
+def test_the_comparison_runs_both_ways_and_puts_the_batching_back(
+    page: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demonstration, "ARRIVALS_S", 0.2)
+    monkeypatch.setattr(demonstration, "NUM_REQUESTS", 10)
     assert act(page, "compare").status_code == 200
     assert act(page, "load").status_code == 400
     demo = page.servers[0].page.demo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import time
@@ -11,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from tests.engine.fakes import Bench
 from tests.engine.test_scheduler import request
 from tests.server.collector import Collector, Span
+from tests.server.grpc_calls import Client, infer_request
 from tests.server.harness import Running, serving, wait_until
 
 from carousel.config import Settings
@@ -114,22 +117,17 @@ def test_over_grpc_with_every_choice_and_without_a_caller(
     assert call.resource["service.name"] == "chat-of-ours"
 
 
-def test_v2_over_grpc_is_traced_and_probes_are_not(environment: pytest.MonkeyPatch, collector: Collector) -> None:
-    import tritonclient.grpc as triton
-
+async def test_v2_over_grpc_is_traced_and_probes_are_not(environment: pytest.MonkeyPatch, collector: Collector) -> None:
     with traced() as running:
-        for path in ("/livez", "/readyz", "/metrics", "/v2/models/tiny/ready"):
-            httpx.get(running.url + path)
-        client = triton.InferenceServerClient(running.grpc)
-        assert client.is_server_live()
-        text = triton.InferInput("text_input", [1], "BYTES")
-        import numpy as np
-
-        text.set_data_from_numpy(np.array([b"Hello"], dtype=np.object_))
-        headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
-        client.infer("tiny", [text], parameters={"max_tokens": 2}, headers=headers)
-        client.close()
-    (call,) = tree(collector, "inference.GRPCInferenceService/ModelInfer")
+        async with httpx.AsyncClient(base_url=running.url) as http:
+            for path in ("/livez", "/readyz", "/metrics", "/v2/models/tiny/ready"):
+                await http.get(path)
+        async with Client(running.grpc) as client:
+            assert (await client.stub.ServerLive(pb.ServerLiveRequest())).live
+            metadata = (("traceparent", f"00-{TRACE}-{SPAN}-01"),)
+            await client.infer(infer_request("Hello", model="tiny", max_tokens=2), metadata=metadata)
+        await asyncio.to_thread(tree, collector, "inference.GRPCInferenceService/ModelInfer")
+    (call,) = collector.named("inference.GRPCInferenceService/ModelInfer")
     assert (call.trace_id, call.parent_id) == (TRACE, SPAN)
     assert call.attributes["rpc.response.status_code"] == "OK"
     assert [part.name for part in collector.below(collector.below(call)[0])] == ["queue", "prefill", "decode"]
@@ -216,7 +214,7 @@ def test_off_by_default_the_engine_collects_nothing() -> None:
 
 
 def test_phases_follow_a_sequence_through_its_preemptions() -> None:
-    bench = Bench(num_blocks=8, max_batch_tokens=64, max_batch_sequences=4)
+    bench = Bench(num_blocks=7, max_batch_tokens=64, max_batch_sequences=4)
     told: list[Event] = []
 
     class Ear:

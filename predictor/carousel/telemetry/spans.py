@@ -369,7 +369,8 @@ def phases(events: list[Event]) -> list[Phase]:
         if event.what is What.ARRIVED:
             turn("queue", event.at, prompt_tokens=event.tokens)
         elif event.what is What.ADMITTED:
-            turn("prefill", event.at, cached_tokens=event.tokens)
+            # After a preemption the cache may have everything but the last token, which is a decode like any other.
+            turn("decode" if sampled and event.left <= 1 else "prefill", event.at, cached_tokens=event.tokens)
         elif event.what is What.PREEMPTED:
             turn("queue", event.at, preempted=True, lost_tokens=event.tokens)
         elif event.what is What.ENDED:
@@ -383,6 +384,6 @@ def phases(events: list[Event]) -> list[Phase]:
             if len(now.events) < MAX_CHUNKS:
                 took = {"carousel.tokens": event.tokens, "carousel.duration": round(event.at - event.since, 6)}
                 now.events.append((event.at, "chunk", took))
-            if not event.left and sampled:  # computed again after a preemption: its next token comes with this step
+            if event.left <= 1 and sampled:  # computed again after a preemption: its next token comes with this step
                 turn("decode", event.at)
     return done

@@ -31,9 +31,15 @@ export class Surface {
     this.context.roundRect(x, y, Math.max(width, 1), height, Math.min(radius, height / 2, Math.max(width, 1) / 2));
   }
 
-  text(words, x, y, fill, { align = "left", size = 11, mono = false, weight = 400 } = {}) {
+  /** How wide `words` are in that style. */
+  measure(words, { size = 11, weight = 400 } = {}) {
+    this.context.font = `${weight} ${size}px system-ui, sans-serif`;
+    return this.context.measureText(words).width;
+  }
+
+  text(words, x, y, fill, { align = "left", size = 11, weight = 400 } = {}) {
     const { context } = this;
-    context.font = `${weight} ${size}px ${mono ? "ui-monospace, Menlo, Consolas, monospace" : "system-ui, sans-serif"}`;
+    context.font = `${weight} ${size}px system-ui, sans-serif`;
     context.textAlign = align;
     context.textBaseline = "middle";
     context.fillStyle = fill;

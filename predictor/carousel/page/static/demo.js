@@ -24,16 +24,16 @@ export class Demo {
   }
 
   async #act(what) {
-    find("demo-state").textContent = "";
+    this.#say("");
     try {
       const response = await fetch("page/demo", {
         method: "POST",
         headers: headers({ "Content-Type": "application/json" }),
         body: JSON.stringify({ do: what }),
       });
-      if (!response.ok) find("demo-state").textContent = await problem(response);
+      if (!response.ok) this.#say(await problem(response));
     } catch {
-      find("demo-state").textContent = "the server does not answer";
+      this.#say("the server does not answer");
     }
   }
 
@@ -48,10 +48,16 @@ export class Demo {
       choice.checked = (choice.value === "static") === isStatic;
       choice.disabled = running;
     }
-    if (running) find("demo-state").textContent = `${demo.running}: ${demo.done} of ${demo.of} requests are done`;
-    else if (demo.problem) find("demo-state").textContent = demo.problem;
-    else if (find("demo-state").textContent.includes("requests are done")) find("demo-state").textContent = "";
+    if (running) this.#say(`${demo.running}: ${demo.done} of ${demo.of} requests are done`);
+    else if (demo.problem) this.#say(demo.problem);
+    else if (find("demo-state").textContent.includes("requests are done")) this.#say("");
     this.#results(demo.results);
+  }
+
+  #say(words) {
+    const place = find("demo-state");
+    if (place.textContent !== words) place.textContent = words;
+    place.hidden = !words;
   }
 
   #results(results) {
@@ -60,7 +66,6 @@ export class Demo {
     this.shown = shown;
     const any = Object.keys(results).length > 0;
     find("demo-table").hidden = !any;
-    find("demo-none").hidden = any;
     find("demo-table").tBodies[0].replaceChildren(...MEASURES.map((measure) => this.#row(measure, results)));
   }
 

@@ -30,17 +30,17 @@ export const ENDS = {
   stop: ["✓", "stop string"],
   length: ["■", "length reached"],
   cancelled: ["✕", "client left"],
-  timeout: ["⧖", "timed out"],
+  timeout: ["◷", "timed out"],
   error: ["!", "failed"],
 };
 
 export const REASONS = {
   slots: ["▦", "no slot free"],
   blocks: ["▤", "too few KV blocks"],
-  budget: ["⏱", "step is full"],
-  prefix: ["⇉", "shares a prefix soon"],
-  policy: ["⇅", "behind others"],
-  group: ["◫", "static group runs"],
-  quota: ["⊘", "quota used up"],
+  budget: ["◔", "step is full"],
+  prefix: ["»", "shares a prefix soon"],
+  policy: ["↕", "behind others"],
+  group: ["◧", "static group runs"],
+  quota: ["∅", "quota used up"],
   next: ["→", "next step"],
 };

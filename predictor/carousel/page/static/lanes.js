@@ -93,14 +93,11 @@ export class Lanes {
 
   #axis(surface, bottom, words) {
     const { context } = surface;
-    context.fillStyle = colour("grid");
-    const first = Math.ceil((this.end - WINDOW_S) / 5) * 5;
-    for (let time = first; time <= this.end; time += 5) {
-      const x = Math.round(this.#x(time));
+    for (let ago = 5; ago < WINDOW_S; ago += 5) {
+      const x = Math.round(this.#x(this.end - ago));
       context.fillStyle = colour("grid");
       context.fillRect(x, 0, 1, bottom);
-      const ago = Math.round(this.end - time);
-      if (words && x > GUTTER + 16 && ago > 1) surface.text(`−${ago} s`, x, bottom + 11, colour("muted"), { align: "center" });
+      if (words) surface.text(`−${ago} s`, x, bottom + 11, colour("muted"), { align: "center" });
     }
     if (words) surface.text("now", surface.width - END, bottom + 11, colour("muted"), { align: "right" });
   }
@@ -162,9 +159,12 @@ export class Lanes {
     if (height < 12) return;
     const from = Math.max(ride.decode === null ? x : this.#x(ride.decode), GUTTER) + 7;
     const room = Math.min(right, this.surface.width - END) - from;
-    if (ride.decode === null || room < 46) return;
-    const words = room > 130 ? `${shortId(one)}  ${one.prompt} → ${one.output}` : `→ ${one.output}`;
-    this.surface.text(words, from, middle + 0.5, "#08221e", { size: Math.min(11.5, height), weight: 550 });
+    if (ride.decode === null || room < 24) return;
+    const style = { size: Math.min(11.5, height), weight: 550 };
+    const lengths = `${one.prompt} → ${one.output}`;
+    const words = [`${shortId(one)}  ${lengths}`, lengths, String(one.output)]
+      .find((text) => this.surface.measure(text, style) < room - 4);
+    if (words) this.surface.text(words, from, middle + 0.5, "#08221e", style);
   }
 
   #drawSteps() {
@@ -187,8 +187,9 @@ export class Lanes {
       const wide = Math.max(this.#x(Math.min(started + ms / 1000, this.end)) - x - 0.6, 0.8);
       const tall = Math.max(ms * scale, 1);
       const all = prefill + decode + idle || 1;
+      const prompt = wide < 4 ? colour("prefill") : this.pattern;
       let y = height;
-      for (const [share, fill] of [[decode, colour("decode")], [prefill, this.pattern], [idle, colour("idle")]]) {
+      for (const [share, fill] of [[decode, colour("decode")], [prefill, prompt], [idle, colour("idle")]]) {
         const part = tall * (share / all);
         context.fillStyle = fill;
         context.fillRect(x, y - part, wide, part);

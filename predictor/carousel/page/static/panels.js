@@ -26,9 +26,9 @@ export class Figures {
     const target = hello.target_ms / 1000;
     say("f-out", rate(now.out));
     say("f-ttft", seconds(now.ttft[0]));
-    say("f-ttft95", now.ttft[1] === null ? "median of the last minute" : `95 of 100 within ${seconds(now.ttft[1])}`);
+    say("f-ttft95", now.ttft[1] === null ? "median, one minute" : `95 of 100 within ${seconds(now.ttft[1])}`);
     say("f-itl", seconds(now.itl[0]));
-    say("f-itl95", now.itl[1] === null ? "median of 5 seconds" : `95 of 100 within ${seconds(now.itl[1])}`);
+    say("f-itl95", now.itl[1] === null ? "median, 5 seconds" : `95 of 100 within ${seconds(now.itl[1])}`);
     say("f-step", seconds(now.step[0]));
     say("f-target", target ? `target ${seconds(target)}` : "no target");
     find("f-step").closest(".figure").classList.toggle("over", target > 0 && now.step[0] > target);
@@ -37,7 +37,7 @@ export class Figures {
     say("f-prompt", now.prompt ? `${rate(now.prompt)} prompt tokens/s` : `policy ${hello.policy}`);
     say("f-waiting", count(numWaiting));
     const first = waiting[0];
-    say("f-why", first ? `the first: ${REASONS[first.reason]?.[1] ?? "waits"}` : "nobody");
+    say("f-why", first ? `first: ${REASONS[first.reason]?.[1] ?? "waits"}` : "nobody");
   }
 
   draw() {
@@ -137,7 +137,7 @@ export class Requests {
     head.scope = "row";
     head.append(opener(this.open));
     row.append(head);
-    for (const kind of ["some", "", "num", "num", "num some", "num some"]) {
+    for (const kind of ["some", "", "num", "num some", "num", "num some", "num some"]) {
       const cell = document.createElement("td");
       cell.className = kind;
       row.append(cell);
@@ -146,7 +146,7 @@ export class Requests {
   }
 
   #fill(row, one) {
-    const [head, tenant, doing, prompt, output, waited, first] = row.children;
+    const [head, tenant, doing, prompt, cached, output, waited, first] = row.children;
     const [sign, words] = state(one, ENDS, REASONS);
     const seated = one.rides[0]?.from ?? null;
     name(head.firstChild, one);
@@ -154,7 +154,8 @@ export class Requests {
     const put = (cell, text) => { if (cell.textContent !== text) cell.textContent = text; };
     put(tenant, one.tenant || "–");
     put(doing, `${sign} ${words}`);
-    put(prompt, one.cached ? `${count(one.prompt)} (${count(one.cached)} cached)` : count(one.prompt));
+    put(prompt, count(one.prompt));
+    put(cached, one.cached ? count(one.cached) : "–");
     put(output, one.ended === null ? `${count(one.output)} of ${count(one.max)}` : count(one.output));
     put(waited, seated === null ? "–" : seconds(seated - one.arrival));
     put(first, one.first === null ? "–" : seconds(one.first - one.arrival));

@@ -7,7 +7,7 @@ const MAX_RIDES = 40;
 const MAX_CHUNKS = 300;
 const MAX_STEPS = 4000;
 const MAX_RATES = 240;
-const FORGET_S = 1;
+const FORGET_S = 5;
 
 function sequence(order, id, index, tenant, prompt, max, arrival) {
   return {
@@ -100,7 +100,7 @@ export class Store {
     } else if (kind === "c") {
       const [since, tokens, left] = rest;
       if (ride.chunks.length < MAX_CHUNKS) ride.chunks.push([since, at, tokens]);
-      if (left === 0 && ride.decode === null) ride.decode = at;
+      if (left === 0 || (left === 1 && one.first !== null)) ride.decode ??= at;
     } else if (kind === "f") {
       one.first = at;
       ride.decode ??= at;
