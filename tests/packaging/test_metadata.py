@@ -30,7 +30,7 @@ def test_distribution_and_console_script() -> None:
     assert distribution.metadata["License-Expression"] == "Apache-2.0"
     scripts = [point.value for point in distribution.entry_points if point.group == "console_scripts"]
     assert scripts == ["carousel.cli:main"]
-    assert {"s3", "gcs", "cuda", "loadtest", "report", "test", "dev"} == PROJECT["optional-dependencies"].keys()
+    assert {"s3", "gcs", "cuda", "otel", "loadtest", "report", "test", "dev"} == PROJECT["optional-dependencies"].keys()
     assert set(distribution.metadata.get_all("Provides-Extra") or []) == PROJECT["optional-dependencies"].keys()
 
 
@@ -122,6 +122,8 @@ def test_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
         for path in (ROOT / root).rglob("*.py")
     }
     assert sources == {name for name in names if name.endswith(".py")}
+    page = {f"carousel/page/static/{path.name}" for path in (ROOT / "predictor/carousel/page/static").iterdir()}
+    assert page == {name for name in names if name.startswith("carousel/page/static/")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     library = {"carousel_kernels/cpu/_native.so"} if shutil.which("cc") else set()
     assert {name for name in names if name.endswith((".so", ".c", ".h"))} == library

@@ -5,6 +5,7 @@ import { count } from "./format.js";
 import { colour } from "./theme.js";
 
 const SIDE = 12;
+const MIN_CELLS = 256;
 
 export class Pool {
   constructor(store, { canvas, total, used, shared, cached, free }) {
@@ -35,10 +36,11 @@ export class Pool {
     const columns = Math.max(1, Math.floor(wide / SIDE));
     const known = kv.cells.length;
     const all = Math.ceil(kv.all / kv.per);
-    const rows = Math.max(Math.ceil(Math.min(all, Math.max(known, columns * 8)) / columns), 1);
+    const least = Math.min(all, Math.max(known, MIN_CELLS));
+    const rows = Math.max(Math.ceil(least / columns), 1);
     const pitch = rows > 16 ? Math.max(6, SIDE * Math.sqrt(16 / rows)) : SIDE;
     const across = Math.floor(wide / pitch);
-    const cells = Math.min(all, Math.max(known, across * Math.ceil(Math.min(all, columns * 8) / across)));
+    const cells = Math.min(all, across * Math.ceil(least / across));
     if (!surface.begin(Math.ceil(cells / across) * pitch)) return;
     const framed = new Set();
     for (const [first, number] of chosen?.ranges ?? []) {
