@@ -47,7 +47,7 @@ class Watcher(Protocol):
 
 
 class Reason(StrEnum):
-    """Why a sequence waits."""
+    """Why a sequence waits. Quotas are no reason: they refuse at the door."""
 
     SLOTS = "slots"  # the batch has no seat left
     BLOCKS = "blocks"  # too few KV blocks are free
@@ -55,7 +55,6 @@ class Reason(StrEnum):
     PREFIX = "prefix"  # another one is computing its prefix: it will share it
     POLICY = "policy"  # the policy puts another one first, and nobody overtakes that one
     GROUP = "group"  # static batching: the group must finish first
-    QUOTA = "quota"  # its tenant's quota is used up
     NEXT = "next"  # it came a moment ago: the next step looks at it
 
 

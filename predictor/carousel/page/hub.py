@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from carousel.engine.errors import QueueFull
+from carousel.engine.errors import EngineUnavailable, QueueFull
 from carousel.engine.events import Event, Glance
 from carousel.engine.timeline import StepRecord
 from carousel.lifecycle import EngineLike, Lifecycle
@@ -147,6 +147,8 @@ class Hub:
             QueueFull: too many pages are open.
         """
         engine = self._lifecycle.require()
+        if self._lifecycle.draining:
+            raise EngineUnavailable("the server is about to stop")
         if len(self.viewers) >= MAX_VIEWERS:
             raise QueueFull(f"{MAX_VIEWERS} live pages are open, and no more may be: close one", 10.0)
         if self._task is None or self._task.done():
@@ -204,7 +206,7 @@ class Hub:
         for events, step in told:
             board.take(events, step)
         board.settle(glance)
-        self._broadcast(board)
+        self._broadcast(board, engine)
         return glance
 
     async def _until_draining(self, seen: asyncio.Future[tuple[list[Told], bool, Glance]]) -> Any:
@@ -216,8 +218,9 @@ class Hub:
             if self._lifecycle.draining:
                 raise _Gone
 
-    def _broadcast(self, board: Board) -> None:
-        extra = self._extra()
+    def _broadcast(self, board: Board, engine: EngineLike) -> None:
+        refused = {why.value: number for why, number in engine.stats().refusals.items() if number}
+        extra = {"refused": refused, **self._extra()}
         encoded: dict[tuple[str | None, bool], bytes] = {}
 
         def message(scope: str | None, summary: bool) -> bytes:

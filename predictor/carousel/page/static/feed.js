@@ -80,8 +80,8 @@ export class Feed {
             if (run !== this.run) return;
             const message = JSON.parse(data);
             if (message.k === "bye") words = "the server is stopping";
+            if (message.k === "tick") wait = 500;
             this.on.message(message);
-            wait = 500;
           }
         } else {
           words = await problem(response);

@@ -34,6 +34,14 @@ export const ENDS = {
   error: ["!", "failed"],
 };
 
+export const REFUSALS = {
+  invalid: "wrong fields",
+  too_long: "too long",
+  queue_full: "queue full",
+  unavailable: "not ready",
+  queue_share: "the tenant’s part of the queue full",
+};
+
 export const REASONS = {
   slots: ["▦", "no slot free"],
   blocks: ["▤", "too few KV blocks"],
@@ -41,6 +49,5 @@ export const REASONS = {
   prefix: ["»", "shares a prefix soon"],
   policy: ["↕", "behind others"],
   group: ["◧", "static group runs"],
-  quota: ["∅", "quota used up"],
   next: ["→", "next step"],
 };

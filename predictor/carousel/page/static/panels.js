@@ -1,7 +1,7 @@
 // The figures above, the waiting queue and the table of requests.
 
 import { Surface } from "./canvas.js";
-import { ENDS, REASONS, count, rate, seconds, shortId } from "./format.js";
+import { ENDS, REASONS, REFUSALS, count, rate, seconds, shortId } from "./format.js";
 import { state } from "./store.js";
 import { colour } from "./theme.js";
 
@@ -114,7 +114,16 @@ export class Queue {
       since.textContent = seconds(time - one.arrival);
     });
     find("queue-empty").hidden = numWaiting > 0;
+    this.#refused(this.store.refused);
     say("queue-count", numWaiting > MAX_QUEUE ? `the first ${MAX_QUEUE} of ${count(numWaiting)}` : "");
+  }
+
+  /** Those who were turned away since the server began. */
+  #refused(refused) {
+    const kinds = Object.entries(refused);
+    find("refused").hidden = !kinds.length;
+    const words = kinds.map(([why, number]) => `${REFUSALS[why] ?? why.replaceAll("_", " ")} ${count(number)}`);
+    say("refused", `Refused since the start: ${words.join(", ")}`);
   }
 }
 

@@ -33,6 +33,7 @@ export class Store {
     this.rates = [];
     this.now = null;
     this.kv = null;
+    this.refused = {};
     this.isStatic = false;
     this.demo = null;
     this.time = null;
@@ -65,6 +66,7 @@ export class Store {
     this.kv = message.kv;
     this.isStatic = message.static;
     this.demo = message.demo ?? null;
+    this.refused = message.refused ?? {};
     this.numRunning = message.running;
     this.numWaiting = message.waiting;
     this.rates.push([message.t, message.now.out]);
