@@ -11,10 +11,10 @@ import pytest
 from tests.engine.fakes import Bench
 from tests.engine.test_scheduler import request
 
-from carousel.engine.engine import EngineStats
+from carousel.engine.errors import EngineUnavailable
 from carousel.engine.events import Event, Glance, PoolView, What
 from carousel.engine.request import FinishReason
-from carousel.engine.timeline import StepRecord, Timeline
+from carousel.engine.timeline import EngineStats, StepRecord, Timeline
 from carousel.page import board as boards
 from carousel.page import hub as hubs
 from carousel.page.board import Board
@@ -215,6 +215,20 @@ def test_the_same_bytes_go_to_all_and_the_engine_is_asked_once(monkeypatch: pyte
         assert house.engine.glances == asked, "nobody looks, and the engine is asked all the same"
 
     asyncio.run(run())
+
+
+def test_a_costly_glance_makes_the_next_one_wait() -> None:
+    assert hubs.pause_after(0.0001) == hubs.INTERVAL_S
+    for cost_s in (0.002, 0.01):
+        assert cost_s / hubs.pause_after(cost_s) == pytest.approx(hubs.COST_SHARE)
+    assert hubs.pause_after(1.0) == hubs.LONGEST_INTERVAL_S
+
+
+def test_no_viewer_enters_a_server_that_is_about_to_stop() -> None:
+    house = House()
+    house.draining = True
+    with pytest.raises(EngineUnavailable, match="about to stop"):
+        Hub(house, lambda engine: {}).enter(None)  # type: ignore[arg-type]
 
 
 def test_viewers_are_told_when_the_engine_is_gone() -> None:

@@ -40,6 +40,11 @@ MAX_TOLD = 20_000
 Told = tuple[list[Event], StepRecord | None]
 
 
+def pause_after(cost_s: float) -> float:
+    """Seconds until the engine may be asked for the next glance, when the last took it ``cost_s``."""
+    return min(max(INTERVAL_S, cost_s / COST_SHARE), LONGEST_INTERVAL_S)
+
+
 class _Gone(Exception):
     """There is no engine thread any more, or the server is about to stop."""
 
@@ -176,7 +181,7 @@ class Hub:
         try:
             while not self._lifecycle.draining:
                 glance = await self._tick(engine, board, ear)
-                await asyncio.sleep(min(max(INTERVAL_S, glance.cost_s / COST_SHARE), LONGEST_INTERVAL_S))
+                await asyncio.sleep(pause_after(glance.cost_s))
         except _Gone:
             pass
         finally:
