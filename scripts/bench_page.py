@@ -2,13 +2,15 @@
 
     .venv/bin/python scripts/bench_page.py --workload loadtest/workloads/smollm2-64.json --viewers 5 --repeat 3
 
-Viewers read their streams as a browser does, in this process. Beside the throughputs stands the server's CPU time for
-1,000 output tokens: on a machine whose speed wanders it says more than the throughput does.
+Viewers read their streams as a browser does, in this process. A shared machine's speed wanders by more than the page
+costs, so beside the throughputs stands what the page takes of the CPU, for 1,000 output tokens: what the main thread,
+which is all of HTTP and of the page, takes more than without viewers, and what the engine thread spends on glances.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -26,10 +28,13 @@ from soak.server import Server
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Output tokens per second, the server's CPU seconds for 1,000 of them, and what all viewers were sent."""
+    """Output tokens per second; for 1,000 of them CPU seconds of the server, of its main thread, and of the engine
+    thread for glances; and what all viewers were sent."""
 
     rate: float
     cpu_s: float
+    main_s: float
+    glance_s: float
     received_bytes: int
 
 
@@ -38,14 +43,17 @@ class Viewer:
 
     def __init__(self, url: str) -> None:
         self.received = 0
+        self.glance_s = 0.0
         self._answer = urllib.request.urlopen(f"{url}/page/events", timeout=60)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
-            while piece := self._answer.read1(65536):
-                self.received += len(piece)
+            for line in self._answer:
+                self.received += len(line)
+                if line.startswith(b'data: {"k":"tick"'):
+                    self.glance_s += json.loads(line[6:])["cost"]
         except (OSError, ValueError, AttributeError):
             pass  # closed
 
@@ -58,14 +66,16 @@ class Viewer:
 
 def measure(server: Server, arguments: list[str], viewers: int) -> Run:
     """One run of the workload beside so many viewers."""
-    stat = Path(f"/proc/{server.pid}/stat")
+    whole, main = Path(f"/proc/{server.pid}/stat"), Path(f"/proc/{server.pid}/task/{server.pid}/stat")
     with ExitStack() as stack:
         looking = [stack.enter_context(Viewer(server.url)) for _ in range(viewers)]
-        before = cpu_seconds(stat)
+        before = cpu_seconds(whole), cpu_seconds(main)
         figures = bench(["--url", server.url, *arguments])
-        cpu_s = (cpu_seconds(stat) - before) / (figures["output_tokens"] / 1000)
+        thousands = figures["output_tokens"] / 1000
+        cpu_s, main_s = (cpu_seconds(whole) - before[0]) / thousands, (cpu_seconds(main) - before[1]) / thousands
         received = sum(viewer.received for viewer in looking)
-    return Run(figures["output_tokens_per_second"], cpu_s, received)
+        glance_s = max((viewer.glance_s for viewer in looking), default=0.0) / thousands  # all hear of the same ones
+    return Run(figures["output_tokens_per_second"], cpu_s, main_s, glance_s, received)
 
 
 def main() -> int:
@@ -94,13 +104,17 @@ def main() -> int:
             alone, seen = pairs[-1]
             print(
                 f"pair {number + 1}: {alone.rate:.1f} output tokens/s, with {options.viewers} viewers "
-                f"{seen.rate:.1f}; CPU s per 1,000 tokens {alone.cpu_s:.3f}, {seen.cpu_s:.3f}; "
+                f"{seen.rate:.1f}; CPU s per 1,000 tokens {alone.cpu_s:.3f}, {seen.cpu_s:.3f}, of the main thread "
+                f"{alone.main_s:.3f}, {seen.main_s:.3f}, for glances {seen.glance_s:.4f}; "
                 f"{seen.received_bytes / 2**20:.2f} MiB sent to viewers",
                 flush=True,
             )
     rate = statistics.median(seen.rate / alone.rate for alone, seen in pairs)
-    cpu = statistics.median(seen.cpu_s / alone.cpu_s for alone, seen in pairs)
-    print(f"with viewers: {rate:.4f} of the throughput, {cpu:.4f} of the CPU time (medians of {len(pairs)} pairs)")
+    page = statistics.median((seen.main_s - alone.main_s + seen.glance_s) / alone.cpu_s for alone, seen in pairs)
+    print(
+        f"with viewers: {rate:.3f} of the throughput; the page takes {page:.2%} of the server's CPU time "
+        f"(medians of {len(pairs)} pairs)"
+    )
     return 0
 
 

@@ -153,6 +153,7 @@ class Board:
         return {
             "k": "tick",
             "t": self.time(glance.at),
+            "cost": round(glance.cost_s, 6),
             "gap": summary or self.gap,
             "ev": events,
             "steps": [] if summary else [self.step(step) for step in self._steps],
