@@ -136,7 +136,7 @@ def test_a_click_on_a_row_of_the_batch_opens_the_request(tiny: Running, visit: O
 
 def test_the_queue_says_why_each_waits(tiny: Running, visit: Open) -> None:
     page = visit(tiny)
-    refused = httpx.post(f"{tiny.url}/v1/completions", json={"model": "tiny", "prompt": [65] * 600})
+    refused = httpx.post(f"{tiny.url}/v1/completions", json={"model": "tiny", "prompt": [65] * 200, "max_tokens": 400})
     assert refused.status_code == 400
     page.wait_for_selector("#refused >> text=Refused since the start: too long 1")
     tiny.engine.runner.step_s = 0.05
