@@ -143,14 +143,27 @@ def test_who_leaves_and_who_is_refused(environment: pytest.MonkeyPatch, collecto
             next(r.iter_lines())
         wait_until(lambda: not running.engine.stats().live)
         assert post(running, body={**ASK, "max_tokens": 10_000}).status_code == 400
+        assert post(running, "/nowhere").status_code == 404
         assert running.servers[0].spans._open == {}
     left, refused = tree(collector, "POST /v1/completions", 2)
+    assert [span.attributes["url.path"] for span in collector.named("POST")] == ["/nowhere"]
     (model,) = collector.below(left)
     assert model.attributes["gen_ai.response.finish_reasons"] == ["cancelled"]
     assert not model.failed
     assert refused.attributes["http.response.status_code"] == 400
     assert not refused.failed
     assert collector.below(refused) == []
+
+
+def test_a_seed_of_64_bits_makes_no_trouble(
+    environment: pytest.MonkeyPatch, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    with traced() as running:
+        assert post(running, body={**ASK, "seed": 2**64 - 1}).status_code == 200
+    (call,) = tree(collector, "POST /v1/completions")
+    (model,) = collector.below(call)
+    assert "gen_ai.request.seed" not in model.attributes
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
 
 
 def test_a_caller_who_does_not_sample_gets_no_spans(environment: pytest.MonkeyPatch, collector: Collector) -> None:

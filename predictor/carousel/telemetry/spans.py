@@ -41,6 +41,9 @@ MAX_CHUNKS = 128
 """Events of one prefill span, which is also OpenTelemetry's own bound."""
 
 FLUSH_S = 3.0
+_NO_ROUTE = (401, 404, 405)
+"""Whoever likes can ask for any path: names of spans must stay few, so these have the method alone."""
+
 _SERVED = frozenset({FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED})
 
 
@@ -99,6 +102,8 @@ class CallSpan:
         if self.trace.sampled:
             ended = time.time_ns()
             self.attributes.update(attributes)
+            if attributes.get("http.response.status_code") in _NO_ROUTE:
+                self._name = self._name.partition(" ")[0]
             self._spans.build(
                 lambda: self._spans.emit_call(self, self._parent, self._name, self._started, ended, error)
             )
@@ -320,7 +325,9 @@ def _attributes(pending: _Pending, model_name: str) -> dict[str, Any]:
         ("frequency_penalty", params.frequency_penalty, 0.0),
         ("presence_penalty", params.presence_penalty, 0.0),
     ):
-        if value != unset:
+        if (
+            value is not None and value != unset and abs(value) < 2**63
+        ):  # a seed may have 64 bits without a sign, an attribute has not
             found[f"gen_ai.request.{name}"] = value
     if request.tenant:
         found["carousel.tenant"] = request.tenant
