@@ -223,6 +223,16 @@ class TestGroups:
         groups = groups_of(self.run(tenant=["gold", "free"] * 2))
         assert [group.owed for group in groups] == [0.75, 0.25]
 
+    def test_a_picture_has_a_bar_for_each_group_of_each_run(self) -> None:
+        run = self.run(group=["urgent", "slow"] * 2, deadline=[0.3, 4.0, 0.3, 4.0])
+        found = {"x": groups_of(run), "y": groups_of(run)}
+        labels = [Run("", label, 1.0, run.figures, run.rounds, "x") for label in found]
+        figure = plots.by_group(Experiment("e", "", labels), found)
+        titles = {axes.get_title(): [bar.get_height() for bar in axes.patches] for axes in figure.axes}
+        assert titles["later than their deadline, %"] == [50.0] * 4
+        assert titles["queue time, p99, s"] == pytest.approx([0.5, 1.5] * 2)
+        assert plots.by_group(Experiment("e", "", labels), {"x": [], "y": []}) is None
+
     def test_requests_within_limits(self) -> None:
         run = a_run([0.5, 1.0, 2.0, 4.0])
         assert plots.share_within(run, (("ttft", 1.0),)) == 0.5

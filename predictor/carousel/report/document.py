@@ -55,16 +55,19 @@ def _section(experiment: Experiment, limits: Limits) -> Section:
     name = experiment.name or "runs"
     section = Section(name, experiment.about)
     slug = "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
+    groups: dict[float, dict[str, list[Group]]] = {}
     for rate in experiment.rates:
         section.parts.append(_comparison(experiment.at(rate), rate))
-        groups = {run.label: groups_of(run) for run in experiment.at(rate)}
-        if any(groups.values()):
-            section.parts.append(_group_table(groups))
+        groups[rate] = {run.label: groups_of(run) for run in experiment.at(rate)}
+        if any(groups[rate].values()):
+            section.parts.append(_group_table(groups[rate]))
     if experiment.goodputs:
         section.parts.append(_goodput_table(experiment.goodputs))
-    shown = experiment.at(_pictured(experiment))
+    pictured = _pictured(experiment)
+    shown = experiment.at(pictured)
     pictures = (
         ("batch", plots.batch(experiment, shown), "Who sat on the batch when; below, the queue and the KV memory."),
+        ("groups", plots.by_group(experiment, groups.get(pictured, {})), "What each did for each group of requests."),
         ("curves", plots.curves(experiment), "Latency against throughput, one point for each rate of arrivals."),
         (
             "times",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from carousel.bench.record import GAP_S
+from carousel.report.groups import Group
 from carousel.report.runs import Experiment, Figures, Run
 
 # Okabe and Ito's colours, which people tell apart whatever they see of colour.
@@ -196,6 +197,36 @@ def batch(experiment: Experiment, runs: Sequence[Run]) -> Figure | None:
     waiting.legend()
     memory.set(ylabel="KV in use, %", xlabel="seconds", ylim=(0, None))
     figure.align_ylabels(panels)
+    return figure
+
+
+@drawn
+def by_group(experiment: Experiment, found: Mapping[str, Sequence[Group]]) -> Figure | None:
+    """What each contestant did for each group of requests; None where requests have no groups."""
+    names = list(dict.fromkeys(group.name for groups in found.values() for group in groups))
+    kinds: dict[str, Callable[[Group], float | None]] = {
+        "queue time, p99, s": lambda group: group.queue_p99,
+        "later than their deadline, %": lambda group: None if group.missed is None else 100 * group.missed,
+        "share of the engine, %": lambda group: None if group.share is None else 100 * group.share,
+    }
+    known = {
+        title: value
+        for title, value in kinds.items()
+        if any(value(group) is not None for groups in found.values() for group in groups)
+    }
+    if not known:
+        return None
+    figure = Figure(figsize=(_WIDTH, 2.9))
+    width = 0.8 / len(found)
+    for axes, (title, value) in zip(figure.subplots(1, len(known), squeeze=False)[0], known.items(), strict=True):
+        for place, (label, groups) in enumerate(found.items()):
+            heights = {group.name: value(group) or 0.0 for group in groups}
+            across = [names.index(name) + (place - (len(found) - 1) / 2) * width for name in heights]
+            axes.bar(across, list(heights.values()), width * 0.92, label=label, color=colour(experiment, label))
+        axes.set_xticks(range(len(names)), names)
+        axes.set(title=title)
+        axes.grid(visible=False, axis="x")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(found))
     return figure
 
 
