@@ -51,6 +51,13 @@ class Plugin:
         self.before: scrape.Scrape | None = None
         self.queue: dict[str, float | None] | None = None
         self.started_at = time.time()
+        self.began = time.process_time(), time.monotonic()
+        self.cpu: dict[str, float] = {}
+
+    def cpu_share(self) -> float:
+        """The share of a CPU that this process has taken since the test began; at 1 it is the bottleneck."""
+        cpu_s, wall_s = time.process_time() - self.began[0], time.monotonic() - self.began[1]
+        return cpu_s / wall_s if wall_s else 0.0
 
     @property
     def is_worker(self) -> bool:
@@ -68,6 +75,8 @@ class Plugin:
             self.run += 1
             self.started_at = time.time()
         self.board.clear()
+        self.began = time.process_time(), time.monotonic()
+        self.cpu.clear()
         self.failed = False
         try:
             if not self.is_worker:
@@ -135,7 +144,7 @@ class Plugin:
         while traffic is not None and SESSION.traffic is traffic:
             if traffic.done:
                 # With its last state: a master that quits soon after might not wait for another report.
-                self.runner.send_message(_DONE, {"run": run, "error": None, "rows": self.board.to_wire()})
+                self.runner.send_message(_DONE, {"run": run, "error": None, **self._state()})
                 return
             gevent.sleep(0.1)
 
@@ -147,7 +156,15 @@ class Plugin:
         if msg.data["error"]:
             self._fail(f"worker {msg.node_id}: {msg.data['error']}")
         else:
-            self.board.take(msg.node_id, msg.data["rows"])
+            self._take(msg.node_id, msg.data)
+
+    def _state(self) -> dict[str, Any]:
+        """What a worker tells of itself."""
+        return {"rows": self.board.to_wire(), "cpu": self.cpu_share()}
+
+    def _take(self, who: str, told: dict[str, Any]) -> None:
+        self.board.take(who, told["rows"])
+        self.cpu[who] = told["cpu"]
 
     def done(self) -> bool:
         """For the shape: whether the test is over."""
@@ -166,6 +183,8 @@ class Plugin:
 
     def on_test_stop(self, **_: Any) -> None:
         SESSION.reset(None, None)
+        if not self.is_master:
+            self.cpu["own"] = self.cpu_share()
         if not self.is_worker and self.before is not None:
             after = self._scrape()
             self.queue = scrape.queue_summary(self.before, after) if after is not None else None
@@ -173,12 +192,12 @@ class Plugin:
     # --- statistics of workers
 
     def on_report_to_master(self, data: dict[str, Any], **_: Any) -> None:
-        data[_KEY] = {"run": self.run, "rows": self.board.to_wire()}
+        data[_KEY] = {"run": self.run, **self._state()}
 
     def on_worker_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
         told = data.get(_KEY)
         if told and told["run"] == self.run:
-            self.board.take(client_id, told["rows"])
+            self._take(client_id, told)
 
     def on_reset_stats(self, **_: Any) -> None:
         self.board.clear()
@@ -206,6 +225,7 @@ class Plugin:
             "model": self.model,
             **{name: options[name] for name in names},
             "workers": self.workers,
+            "generator_cpu": max(self.cpu.values(), default=None),
             "server_queue": self.queue,
             "server_queue_source": source,
         }
@@ -219,6 +239,8 @@ class Plugin:
             if self.queue and self.queue["mean"] is not None:
                 # Its percentiles are as coarse as the server's buckets: they stand in the JSON.
                 print(f"mean queue time by the server's /metrics: {self.queue['mean'] * 1000:.1f} ms", flush=True)
+            if self.cpu:
+                print(f"the busiest load generator took {max(self.cpu.values()):.2f} of a CPU", flush=True)
         try:
             if self.options.csv_prefix:
                 report.write(f"{self.options.csv_prefix}_tokens.csv", report.to_csv(rows))

@@ -104,6 +104,12 @@ def test_queue_time_comes_from_the_answers_and_from_metrics(whole: Whole) -> Non
     assert whole.ended.report["test"]["server_queue"]["mean"] == pytest.approx(0.25)
 
 
+def test_how_busy_the_generator_was_is_told(whole: Whole) -> None:
+    share = whole.ended.report["test"]["generator_cpu"]
+    assert 0 < share < 1.5
+    assert f"the busiest load generator took {share:.2f} of a CPU" in whole.ended.out
+
+
 def test_tenants_and_priorities_arrive_and_have_rows(whole: Whole) -> None:
     for protocol in PROTOCOLS:
         known = {("interactive", "0"), ("standard", "5"), ("batch", "10")}
@@ -201,6 +207,7 @@ def test_a_master_with_two_workers_equals_one_process(tmp_path: Path, whole: Who
             finish(worker)
     assert ended.code == 0, ended.err
     assert ended.report["test"]["workers"] == 2
+    assert ended.report["test"]["generator_cpu"] > 0  # of the busier worker
     assert len(server.sent) == 72
     assert counted(ended) == counted(whole.ended) == truth()
     row = ended.row()
