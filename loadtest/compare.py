@@ -78,8 +78,10 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """Of everything that the measurement depends on."""
-        facts = [self.workload.digest, settings_of(self.settings), self.rate, self.objectives]
+        """Of what was configured. Settings at their defaults are left out: one that is new makes no difference."""
+        usual = settings_of(Settings())
+        chosen = {name: value for name, value in settings_of(self.settings).items() if value != usual[name]}
+        facts = [self.workload.digest, chosen, self.rate, self.objectives]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
     @property
