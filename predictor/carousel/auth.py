@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +20,6 @@ from carousel.protocols.errors import AuthenticationFailed
 from carousel.watch import RELOAD_SECONDS, FileWatch, expand
 
 logger = logging.getLogger("carousel.auth")
-
-#: The tenant that the key of the present request belongs to; None where keys say nothing about tenants.
-current_tenant: ContextVar[str | None] = ContextVar("carousel_tenant", default=None)
 
 TENANT_HEADER = "x-carousel-tenant"
 MAX_FILE_BYTES = 2**20

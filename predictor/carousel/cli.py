@@ -14,6 +14,8 @@ commands:
   bench          measure throughput and latencies, in this process or of a server
   report         turn what bench and load tests wrote into a page, Markdown and pictures
   pull           fetch a model into the cache and print where it is
+  usage          show what each tenant used and what it costs
+  doctor         say what limits a server and which setting to change
   scaler         tell KEDA how many replicas the queues take, and wake them from zero
   autoscale-sim  replay arrivals against a modelled autoscaler and compare signals
   version        print the version
@@ -141,6 +143,26 @@ def autoscale_sim(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return compare(argv, environ)
 
 
+def usage(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Show who used what."""
+    from carousel import usage_command
+
+    if _wants_help(argv):
+        print(usage_command.usage_help())
+        return 0
+    return usage_command.main(argv, environ)
+
+
+def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Say what limits a server."""
+    from carousel import doctor_command
+
+    if _wants_help(argv):
+        print(doctor_command.doctor_help())
+        return 0
+    return doctor_command.main(argv, environ)
+
+
 def version_text() -> str:
     """The version of this distribution, or ``unknown`` when it runs from a source tree that is not installed."""
     from importlib import metadata
@@ -165,6 +187,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
     "pull": pull,
     "scaler": scaler,
     "autoscale-sim": autoscale_sim,
+    "usage": usage,
+    "doctor": doctor,
     "version": version,
 }
 

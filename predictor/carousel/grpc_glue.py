@@ -22,10 +22,10 @@ from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
 from carousel.addresses import bind_grpc
-from carousel.auth import ApiKeys, is_open_method
+from carousel.auth import is_open_method
 from carousel.engine.errors import InvalidRequest
 from carousel.generation import call_deadline
-from carousel.grpc_auth import KeyCheck
+from carousel.grpc_auth import DoorCheck
 from carousel.grpc_health import INFERENCE_SERVICE, Health
 from carousel.grpc_messages import (
     ConfigRequest,
@@ -43,6 +43,7 @@ from carousel.predictor import MODEL_VERSION, CarouselModel, check_model
 from carousel.telemetry import tracing
 from carousel.telemetry.logs import current_request_id
 from carousel.telemetry.notes import Notes, open_notes
+from carousel.tenancy.identity import Door
 from carousel.tensors import request_from_grpc
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ def make_server(
     port: int,
     max_message_bytes: int,
     *,
-    keys: ApiKeys | None = None,
+    door: Door,
     credentials: grpc.ServerCredentials | None = None,
     max_age_s: float = 0.0,
     tracer: tracing.Tracer | None = None,
@@ -301,7 +302,7 @@ def make_server(
         host: to listen on.
         port: to listen on.
         max_message_bytes: a longer request is refused.
-        keys: the API keys in force; None lets everybody in.
+        door: says who calls.
         credentials: TLS; None serves in the clear.
         max_age_s: after this time a client is asked to open another connection; calls that run go on. So that clients
             leave a server that is about to end, without a call that fails: what a closing server says is too late for
@@ -316,7 +317,7 @@ def make_server(
     """
     age = [("grpc.max_connection_age_ms", int(max_age_s * 1000))] if max_age_s else []
     server = aio.server(
-        interceptors=(ErrorsAndLog(tracer), *(() if keys is None else (KeyCheck(keys),))),
+        interceptors=(ErrorsAndLog(tracer), DoorCheck(door)),
         options=[
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", max_message_bytes),

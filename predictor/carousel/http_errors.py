@@ -18,7 +18,7 @@ from carousel.protocols.errors import ErrorInfo, describe, openai_error_body, re
 
 logger = logging.getLogger("carousel.http")
 
-_OPENAI_PREFIXES = (
+OPENAI_PREFIXES = (
     "/openai/", "/v1/chat/", "/v1/completions", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
 )  # fmt: skip
 _BY_STATUS = {
@@ -76,7 +76,7 @@ def _validation_message(item: dict[str, Any]) -> str:
 
 def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:
     """The error in the form of the protocol that ``path`` belongs to."""
-    if path.startswith(_OPENAI_PREFIXES):
+    if path.startswith(OPENAI_PREFIXES):
         return openai_error_body(info)
     return v2_error_body(info)
 

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: API keys, request ids and traces, body limit, the log, and clients that go away.
+"""The outermost ASGI layer: who calls, request ids and traces, body limit, the log, and clients that go away.
 
 A client that disconnects cancels the task that serves it. Every handler holds its running requests in
 ``async with engine.submit(...)``, so the cancellation frees their sequences, whatever the protocol and wherever the
@@ -16,12 +16,15 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from carousel.auth import ApiKeys, current_tenant, is_open_route
-from carousel.http_errors import error_response
-from carousel.protocols.errors import AuthenticationFailed, BodyTooLarge, BodyTooSlow
+from carousel.auth import TENANT_HEADER, is_open_route
+from carousel.engine.errors import CarouselError
+from carousel.http_errors import OPENAI_PREFIXES, error_response
+from carousel.protocols.errors import BodyTooLarge, BodyTooSlow
 from carousel.telemetry import tracing
 from carousel.telemetry.logs import current_request_id
 from carousel.telemetry.notes import Notes, open_notes
+from carousel.tenancy.identity import Door
+from carousel.tenancy.quota import Caller, current_caller
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -43,6 +46,8 @@ CLIENT_LEFT = 499
 _PROBES = ("/livez", "/readyz", "/startupz", "/metrics", "/v2/health/", "/health", "/load")
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
+_TENANT_HEADER = TENANT_HEADER.encode()
+_GENERATING = (":predict", "/infer", "/generate", "/generate_stream", "/completions")
 
 
 def clean_request_id(given: str) -> str:
@@ -66,7 +71,7 @@ class RequestLayer:
         read_seconds: a body that takes longer to arrive is answered with 408.
         draining: while true, responses that begin are their connection's last, so that clients turn to another pod.
         closing: while true, so are responses that began before and did not say so.
-        keys: the API keys in force; None lets everybody in.
+        door: says who calls; None asks nobody.
         tracer: begins a span for every request that is no probe; None: there are none.
     """
 
@@ -78,7 +83,7 @@ class RequestLayer:
         read_seconds: float = 60.0,
         draining: Callable[[], bool] = lambda: False,
         closing: Callable[[], bool] = lambda: False,
-        keys: ApiKeys | None = None,
+        door: Door | None = None,
         tracer: tracing.Tracer | None = None,
     ) -> None:
         self.app = app
@@ -86,7 +91,7 @@ class RequestLayer:
         self.read_seconds = read_seconds
         self.draining = draining
         self.closing = closing
-        self.keys = keys
+        self.door = door
         self.tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,6 +120,7 @@ class _Exchange:
         self.notes: Notes | None = None
         given, length, headers = "", "0", []
         context: dict[str, str] = {}
+        self.caller: Caller | None = None
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 given = value.decode("latin-1")
@@ -122,6 +128,8 @@ class _Exchange:
             if name in _KEY_HEADERS:  # nobody further in has a use for them
                 self.shown[name.decode()] = value.decode("latin-1")
                 continue
+            if name == _TENANT_HEADER:
+                self.shown[TENANT_HEADER] = value.decode("latin-1")
             if name == b"content-length":
                 length = value.decode("latin-1")
             elif name in _TRACE_HEADERS:
@@ -168,19 +176,23 @@ class _Exchange:
             tracing.current_trace.reset(span)
             current_request_id.reset(token)
 
-    def _admit(self) -> None:
-        """Look at the key, before anything of the body is read."""
-        keys = self.layer.keys
-        if keys is None or is_open_route(self.scope["method"], self.scope["path"]):
-            return
+    async def _admit(self) -> None:
+        """Ask who calls, and whether that one has a request left, before anything of the body is read."""
         # Set even when it is None: a task may inherit the context of the connection's request before.
-        current_tenant.set(keys.check(self.shown).tenant)
+        current_caller.set(None)
+        door, path = self.layer.door, self.scope["path"]
+        if door is None or is_open_route(self.scope["method"], path):
+            return
+        self.caller = await door.admit(self.shown)
+        current_caller.set(self.caller)
+        if path.endswith(_GENERATING):
+            self.caller.governor.peek(self.caller.tenant)
 
     async def _guarded(self) -> None:
         try:
             if self.too_large:
                 raise BodyTooLarge(self.layer.max_body_bytes)
-            self._admit()
+            await self._admit()
             await self.layer.app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
             if not self.gone.is_set() or self.task is None:
@@ -193,7 +205,7 @@ class _Exchange:
             if self.status:  # the response has begun: all that is left is to cut it off
                 logger.exception("failed while answering %s", self.scope["path"])
                 raise
-            if not isinstance(error, (AuthenticationFailed, BodyTooLarge, BodyTooSlow)):
+            if not isinstance(error, CarouselError):
                 logger.exception("failed to answer %s", self.scope["path"])
             await error_response(self.scope["path"], error)(self.scope, self.receive, self.send)
 
@@ -242,6 +254,9 @@ class _Exchange:
                 headers.append((b"server-timing", timing.encode()))
             if self.trace is not None:
                 headers.append((b"traceparent", self.trace.traceparent.encode()))
+            if self.caller is not None and self.scope["path"].startswith(OPENAI_PREFIXES):
+                left = self.caller.governor.headers(self.caller.tenant)
+                headers += [(name.encode(), value.encode()) for name, value in left.items()]
             if self.status in (408, 413) or (self.layer.draining() and self._may_end):
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}

@@ -22,7 +22,7 @@ _ERRORS = {
     413: "The body is larger than --max-request-bytes.",
     415: "The body declares itself something else than JSON.",
     422: "A field is wrong: the message names field, value and what is allowed.",
-    429: "The queue is full.",
+    429: "The queue is full, or the tenant has used up a quota.",
     500: "The engine failed.",
     501: "Not implemented, and it will not be.",
     503: "Loading, draining or dead; the message says which.",
@@ -206,6 +206,8 @@ def _health(builder: _Builder) -> None:
     add("GET", "/health", "As vLLM has it: nothing but a status", "Health", None)
     builder.paths["/health"]["get"]["responses"]["503"] = {"description": "Loading, stopped or dead."}
     add("GET", "/load", "Requests and tokens in the server", "Health", ref("Load"))
+    add("GET", "/usage", "What each tenant used, and what it costs", "Health", ref("TenantUsage"))
+    add("GET", "/timeline", "What the last steps did, for carousel doctor", "Health", ref("Timeline"), errors=(503,))
     add("GET", "/version", "Versions", "Health", ref("Version"))
     add("GET", "/metrics", "Prometheus metrics", "Health", None)
     builder.paths["/metrics"]["get"]["responses"]["200"]["content"] = {

@@ -277,6 +277,27 @@ HEALTH: dict[str, Schema] = {
         },
         ("server_load",),
     ),
+    "TenantUsage": obj(
+        {
+            **dict.fromkeys(("model", "since", "until", "currency"), text()),
+            "price_per_node_hour": _NUMBER,
+            "tenants": {"type": "array", "items": {"type": "object", "required": ["tenant", "requests"]}},
+            "total": {"type": "object", "required": ["requests"]},
+            "engine": {"type": "object", "description": "The whole node, not shown to who has a tenant's credential."},
+        },
+        ("model", "since", "until", "tenants", "total"),
+    ),
+    "Timeline": obj(
+        {
+            "model": text(),
+            "now": _NUMBER,
+            **dict.fromkeys(("slots", "blocks"), _COUNT),
+            "settings": {"type": "object"},
+            "columns": {"type": "array", "items": text()},
+            "steps": {"type": "array", "items": {"type": "array", "items": {"type": ["number", "string"]}}},
+        },
+        ("now", "slots", "blocks", "settings", "columns", "steps"),
+    ),
     "Version": {
         "type": "object",
         "required": ["version", "model", "model_version"],

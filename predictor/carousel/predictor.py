@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 from kserve import InferRequest, InferResponse, Model
 
 from carousel import tensors
-from carousel.auth import TENANT_HEADER, current_tenant
+from carousel.auth import TENANT_HEADER
 from carousel.generation import run_all
 from carousel.lifecycle import EngineLike, Lifecycle
 from carousel.protocols import v1, v2
 from carousel.protocols.common import Context, decode_body
 from carousel.protocols.errors import UnknownModel, UnsupportedMediaType
+from carousel.tenancy.quota import current_caller, priority_numbers
 
 logger = logging.getLogger("carousel.predictor")
 
@@ -61,9 +62,11 @@ def check_json(headers: Mapping[str, str], also: tuple[str, ...] = ()) -> None:
 
 def make_context(engine: EngineLike, model_name: str, headers: Mapping[str, str] | None = None) -> Context:
     """What the protocol parsers need to know of the engine and of this request. ``headers`` have lower-case names."""
-    given = dict(headers or {})
-    if tenant := current_tenant.get():
-        given[TENANT_HEADER] = tenant  # the key's, whatever the client claims
+    given, caller = dict(headers or {}), current_caller.get()
+    # What the door says counts, whatever the client claims.
+    given.pop(TENANT_HEADER, None)
+    if caller is not None and caller.tenant:
+        given[TENANT_HEADER] = caller.tenant
     return Context(
         tokenizer=engine.tokenizer,
         model_name=model_name,
@@ -72,6 +75,7 @@ def make_context(engine: EngineLike, model_name: str, headers: Mapping[str, str]
         generation_defaults=engine.generation_defaults,
         headers=given,
         model_version=MODEL_VERSION,
+        priorities=priority_numbers(caller),
     )
 
 

@@ -21,6 +21,8 @@ from carousel.routes_health import HealthRoutes
 from carousel.routes_kserve import KServeRoutes
 from carousel.routes_openai import OpenAIRoutes
 from carousel.routes_page import PageRoutes
+from carousel.routes_usage import UsageRoutes
+from carousel.telemetry.usage import UsageBook
 
 Handler = Callable[..., Any]
 
@@ -28,10 +30,13 @@ Handler = Callable[..., Any]
 class Routes:
     """The handlers of one server, by protocol."""
 
-    def __init__(self, model: CarouselModel, data_plane: CarouselDataPlane, allow_unload: bool) -> None:
+    def __init__(
+        self, model: CarouselModel, data_plane: CarouselDataPlane, allow_unload: bool, book: UsageBook
+    ) -> None:
         self.openai = OpenAIRoutes(model)
         self.kserve = KServeRoutes(model, data_plane, allow_unload)
         self.health = HealthRoutes(model)
+        self.usage = UsageRoutes(model, book)
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler) of each route."""
@@ -90,6 +95,8 @@ class Routes:
             ("GET", "/health", routes.health),
             ("GET", "/load", routes.load),
             ("GET", "/version", routes.version),
+            ("GET", "/usage", self.usage.usage),
+            ("GET", "/timeline", self.usage.timeline),
         ]
 
 

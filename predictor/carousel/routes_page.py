@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from carousel.answers import Handlers, json_response, read_json
-from carousel.auth import current_tenant
 from carousel.config import Settings
 from carousel.engine.errors import InvalidRequest
 from carousel.lifecycle import EngineLike
@@ -22,6 +21,7 @@ from carousel.page.hub import Hub
 from carousel.predictor import CarouselModel
 from carousel.protocols import sse
 from carousel.telemetry.metrics import versions
+from carousel.tenancy.quota import tied_tenant
 from carousel_kernels.layout import BLOCK_SIZE
 
 
@@ -91,7 +91,7 @@ class PageRoutes(Handlers):
 
     async def events(self) -> Response:
         # A key that belongs to a tenant shows that tenant's requests; the others' are there, without their names.
-        return _Stream(self.hub, current_tenant.get())
+        return _Stream(self.hub, tied_tenant())
 
     async def act(self, request: Request) -> Response:
         """A button of the demonstration."""
@@ -120,6 +120,6 @@ class PageRoutes(Handlers):
             "target_ms": settings.target_step_ms,
             "batch_tokens": settings.max_batch_tokens,
             "policy": settings.policy,
-            "keys": bool(settings.api_keys),
+            "keys": bool(settings.api_keys or settings.service_account_audience),
             "demo": self.demo is not None,
         }

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from carousel.auth import KeysUnreadable
 from carousel.config import Settings
 from carousel.lifecycle import EngineFactory, EngineLike, Lifecycle
-from carousel.security import Security
+from carousel.security import CredentialsUnusable, Security
 from carousel.telemetry.logs import adopt, configure_logging
+from carousel.telemetry.usage_log import UsageLogUnusable, open_usage_log
 from carousel.tls import TlsUnusable
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def serve(
         logger.info("settings: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
     try:
         security = Security.from_settings(settings)
-    except (KeysUnreadable, TlsUnusable) as error:
+        usage_log = open_usage_log(settings)
+    except (CredentialsUnusable, TlsUnusable, UsageLogUnusable) as error:
         logger.critical("%s", error)
         return 1
     try:
@@ -94,7 +95,7 @@ def serve(
             from carousel.predictor import CarouselModel
             from carousel.serving import CarouselServer
         adopt("kserve", "kserve.trace", "uvicorn", "uvicorn.error", "uvicorn.access")
-        server = CarouselServer(settings, lifecycle, http_socket, started_at, security, spans)
+        server = CarouselServer(settings, lifecycle, http_socket, started_at, security, spans, usage_log)
         if on_server is not None:
             on_server(server)
         early.forward_to(server)

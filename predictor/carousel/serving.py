@@ -40,9 +40,14 @@ from carousel.middleware import RequestLayer
 from carousel.predictor import CarouselModel
 from carousel.routes_page import PageRoutes
 from carousel.security import Security
+from carousel.telemetry.accounts import Accounts
 from carousel.telemetry.metrics import EngineMetrics, versions
 from carousel.telemetry.notes import NoteTaker
 from carousel.telemetry.statistics import RequestStatistics
+from carousel.telemetry.usage_log import UsageLog
+from carousel.tenancy.identity import Door
+from carousel.tenancy.policy import Policies
+from carousel.tenancy.quota import Governor
 
 if TYPE_CHECKING:
     from carousel.telemetry.spans import Spans
@@ -78,8 +83,9 @@ class CarouselServer(ModelServer):
         lifecycle: begun already; the server waits for it, drains it and ends it.
         http_socket: bound and listening.
         started_at: ``time.time()`` of the process's start, for the log.
-        security: keys and certificates; None: neither.
+        security: keys, policies and certificates; None: none of them.
         spans: traces; None: there are none.
+        usage_log: open; closed when the server ends.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class CarouselServer(ModelServer):
         started_at: float,
         security: Security | None = None,
         spans: Spans | None = None,
+        usage_log: UsageLog | None = None,
     ) -> None:
         super().__init__(
             http_port=http_socket.getsockname()[1],
@@ -106,6 +113,8 @@ class CarouselServer(ModelServer):
         self.dataplane = CarouselDataPlane(self.registered_models, lifecycle, self.statistics)
         self.security = security or Security()
         self.spans = spans
+        policies = self.security.policies
+        self.door = self.security.door or Door(Governor(lambda: policies.current))
         self.metrics = EngineMetrics(
             settings.model_name,
             lifecycle.stats,
@@ -113,6 +122,8 @@ class CarouselServer(ModelServer):
             vllm_names=settings.vllm_metrics,
             trace_id=spans.trace_id if spans is not None else lambda request_id: None,
         )
+        self.accounts = Accounts(settings, policies, usage_log)
+        self.door.governor.on_refusal = self.accounts.metrics.refused
         self.exit_code = 0
         self.page: PageRoutes | None = None
         self._http_socket = http_socket
@@ -136,6 +147,7 @@ class CarouselServer(ModelServer):
             raise ValueError("workers > 1 would load the model once per process; scale with replicas instead")
         self.register_model(models[0])
         self.metrics.register()
+        self.accounts.metrics.register()
         config = self._uvicorn_config(self.build_app(models[0]))
         try:
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -144,6 +156,7 @@ class CarouselServer(ModelServer):
             self.metrics.unregister()
             if self.spans is not None:
                 self.spans.close()
+            self.accounts.close()
 
     def build_app(self, model: CarouselModel) -> FastAPI:
         """The application: our routes, then KServe's, on an app of its own, so that a process can hold several."""
@@ -155,7 +168,7 @@ class CarouselServer(ModelServer):
         self.page = PageRoutes(model, self.settings) if self.settings.shows_page else None
         if self.settings.demo and self.page is None:
             logger.warning("--demo does nothing: the live page is off (--page %s)", self.settings.page)
-        table = routes.Routes(model, self.dataplane, self.settings.allow_unload)
+        table = routes.Routes(model, self.dataplane, self.settings.allow_unload, self.accounts.book)
         routes.mount(app, table, docs=self.settings.enable_docs, page=self.page)
         root = APIRouter()
         root.add_api_route("/metrics", metrics_handler, methods=["GET"])
@@ -172,7 +185,7 @@ class CarouselServer(ModelServer):
             read_seconds=self.settings.read_timeout_seconds,
             draining=lambda: self.lifecycle.draining,
             closing=lambda: self.lifecycle.refusing,
-            keys=self.security.keys,
+            door=self.door,
             tracer=self.spans,
         )
         return uvicorn.Config(
@@ -249,6 +262,7 @@ class CarouselServer(ModelServer):
             ending.append(asyncio.create_task(grpc_server.stop(grace)))
         await asyncio.gather(*ending, return_exceptions=True)
         await InferenceClientFactory().close()
+        await self.door.close()
 
     async def _leave(self, http: _Uvicorn) -> float:
         """Stay open for the delay and until every client knows, in seconds of the drain's time that this took.
@@ -298,7 +312,7 @@ class CarouselServer(ModelServer):
                 self.settings.host,
                 self.settings.grpc_port,
                 self.settings.max_request_bytes,
-                keys=self.security.keys,
+                door=self.door,
                 credentials=self.security.grpc_credentials(),
                 max_age_s=GRPC_AGE_SHARE * self.settings.shutdown_delay_seconds,
                 tracer=self.spans,
@@ -315,11 +329,14 @@ class CarouselServer(ModelServer):
             await model.start_engine()
             assert self.lifecycle.engine is not None
             timeline = self.lifecycle.engine.timeline
-            timeline.observers += [self.metrics, self.statistics, NoteTaker()]
+            timeline.observers += [self.metrics, self.statistics, NoteTaker(), self.door.governor]
+            timeline.meters += self.accounts.meters()
             if self.spans is not None:
                 timeline.observers.append(self.spans)
                 timeline.watch(self.spans)
             faults.install(timeline, os.environ)
+            self._weigh(self.security.policies.current)
+            self.security.policies.on_change = self._weigh
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -330,6 +347,14 @@ class CarouselServer(ModelServer):
             return
         if self.lifecycle.ready:
             logger.info("ready in %.1f s: model %s", time.time() - self._started_at, self.settings.model_name)
+
+    def _weigh(self, policies: Policies) -> None:
+        """Tell the engine what share each tenant has by the policy file, if there is one."""
+        if self.security.policies.path is None or self.lifecycle.engine is None:
+            return
+        self.lifecycle.engine.set_tenant_weights(policies.weights, policies.default.weight)
+        if self.settings.policy != "fair" and {policies.default.weight, *policies.weights.values()} != {1.0}:
+            logger.warning("the tenants' weights mean nothing under --policy %s, only under fair", self.settings.policy)
 
     def _fail(self) -> None:
         self.exit_code = 1

@@ -43,7 +43,7 @@ class Server:
 
     def __init__(self, flags: Sequence[str], log: IO[bytes]) -> None:
         self.http_port, self.grpc_port = free_ports(2)
-        self.words = ["serve", "--host", HOST, *flags]
+        self.words = ["serve", "--host", HOST, "--trust-tenant-header", *flags]
         ports = ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CAROUSEL_")}
         if "CAROUSEL_CACHE_DIR" in os.environ:

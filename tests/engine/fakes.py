@@ -167,7 +167,7 @@ class Bench:
         prompt = list(request.prompt)
         assert all(isinstance(token, int) for token in prompt)
         params = request.sampling
-        account = self.ledger.admit(len(prompt), params.n, request.arrival)
+        account = self.ledger.admit(len(prompt), params.n, request.arrival, request.tenant, request.queue_share)
         sequences = [
             Sequence(
                 request=request,

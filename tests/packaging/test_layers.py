@@ -15,6 +15,7 @@ SERVING = {"kserve", "fastapi", "starlette", "uvicorn", "kubernetes", "grpc", "a
 ABOVE_THE_ENGINE = {
     "protocols",
     "telemetry",
+    "tenancy",
     "cluster",
     "bench",
     "report",

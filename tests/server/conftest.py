@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server around the fake engine. Tests may set the engine's pace: it is put back after each."""
-    with serving_fake() as running:
+    with serving_fake(trust_tenant_header=True) as running:
         yield running
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from carousel.config import Settings
@@ -172,7 +172,7 @@ class FakeEngine:
         self.timeline.record_request(
             RequestRecord(
                 stream.request_id,
-                "",
+                stream.request.tenant,
                 stream.ended,
                 stream.request.sampling.n,
                 stream.prompt_tokens,
@@ -208,6 +208,9 @@ class FakeEngine:
     def glance(self, take: Callable[[Glance], None]) -> bool:
         take(Glance(time.monotonic(), [], len(self.live), [], 0, [], PoolView(100, 100, 0, 0, 1, ""), False, 0.0))
         return self.alive
+
+    def set_tenant_weights(self, weights: Mapping[str, float], default: float) -> None:
+        self.tenant_weights = (dict(weights), default)
 
     async def drain(self, timeout_s: float) -> bool:
         self.draining = True

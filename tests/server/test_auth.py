@@ -198,7 +198,7 @@ CALLS = {
 def guarded(tmp_path_factory: pytest.TempPathFactory):
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"{KEY}\n{GOLD}=gold\n")
-    with serving_fake(model_name="tiny", api_keys=str(file), log_level="debug") as running:
+    with serving_fake(model_name="tiny", api_keys=str(file), log_level="debug", trust_tenant_header=True) as running:
         log = io.StringIO()
         handler = logging.StreamHandler(log)
         logging.getLogger().addHandler(handler)

@@ -49,7 +49,7 @@ INVALID = {path: 422 if path in (GENERATE, STREAM) else 400 for path in GOOD}
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[TinyServer]:
     leave = patch("carousel.http_protocol.LEAVE_SECONDS", 0.5)
-    with leave, tiny_server(max_request_bytes=LIMIT, read_timeout_seconds=WAIT_S) as running:
+    with leave, tiny_server(max_request_bytes=LIMIT, read_timeout_seconds=WAIT_S, trust_tenant_header=True) as running:
         alone = lone_answer(running)
         with Neighbour(running) as beside:
             yield running

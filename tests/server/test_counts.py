@@ -82,19 +82,36 @@ def test_every_scrape_adds_up_under_random_load():
             httpx.get(running.url + "/metrics").text,
             re.MULTILINE,
         )
-        assert {reason for reason, _ in by_reason} == {"invalid", "too_long", "queue_full", "unavailable"}
+        assert {reason for reason, _ in by_reason} == {
+            "invalid",
+            "too_long",
+            "queue_full",
+            "queue_share",
+            "unavailable",
+        }
         assert sum(float(value) for _, value in by_reason) == last["requests_rejected_total"]
 
 
 def test_labels_are_bounded_whatever_clients_call_themselves():
     """A tenant, a model name or a path in a label would let any client fill Prometheus."""
-    with serving(vllm_metrics=True) as running, httpx.Client(base_url=running.url, timeout=10) as client:
+    with (
+        serving(vllm_metrics=True, trust_tenant_header=True, tenant_labels=1) as running,
+        httpx.Client(base_url=running.url, timeout=10) as client,
+    ):
 
         def series() -> set[str]:
             lines = client.get("/metrics").text.splitlines()
-            return {line.rpartition(" ")[0] for line in lines if line.startswith(("carousel_", "vllm:"))}
+            return {
+                re.sub(r'tenant="[^"]*"', 'tenant="one"', line.rpartition(" ")[0])
+                if 'tenant="other"' not in line
+                else ""
+                for line in lines
+                if line.startswith(("carousel_", "vllm:"))
+            }
 
-        client.post("/v2/models/tiny/generate", json={"text_input": "a"})
+        # One tenant has labels of its own, all the others are one.
+        for name in ("one", "two"):
+            client.post("/v2/models/tiny/generate", json={"text_input": "a"}, headers={"x-carousel-tenant": name})
         before = series()
         for i in range(5):
             headers = {"x-carousel-tenant": f"tenant-{i}", "x-request-id": f"id-{i}"}

@@ -17,7 +17,7 @@ INVALID, UNKNOWN = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
 @pytest.fixture(scope="module")
 def tiny():
-    with serving() as running:
+    with serving(trust_tenant_header=True) as running:
         yield running
 
 

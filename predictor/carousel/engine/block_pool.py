@@ -51,6 +51,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_touched = 0  # the blocks from this one on were never used
+        self.sharing = 0
+        """Changes whenever one more or one less sequence holds a block that several hold."""
 
     @property
     def num_free(self) -> int:
@@ -110,11 +112,18 @@ class BlockPool:
         """How many of ``blocks`` have only one reference: releasing that one makes them available."""
         return sum(1 for block in blocks if self._references[block] == 1)
 
+    def held(self, table: Iterable[int], whole: int) -> int:
+        """What a table holds, in parts of which a block has ``whole``: of a block with ``k`` references a ``k``-th."""
+        references = self._references
+        return sum(whole // references[block] for block in table)
+
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of ``blocks`` (from :meth:`find`, with no allocation in between)."""
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
+            else:
+                self.sharing += 1
             self._references[block] += 1
 
     def name(self, block: int, name: bytes) -> None:
@@ -134,6 +143,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block]:
+                self.sharing += 1
                 continue
             if self._names[block] is None:
                 self._free.append(block)

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
 from carousel.engine.memory import KVBudget, free_memory, plan_kv_cache
 from carousel.engine.memory_profile import worst_step
+from carousel.engine.meter import work_of
 from carousel.engine.policy import make_policy
 from carousel.engine.request import FinishReason, GenerationRequest, Output, SamplingParams, Sequence
 from carousel.engine.runner import DecoderRunner
@@ -161,7 +162,16 @@ class Engine:
         )
         self._ledger.report_blocks(budget.num_blocks)
         sampler = Sampler(self.vocab_size, self._device)
-        return EngineCore(scheduler, runner, sampler, self._ledger, self.timeline, self._publish, depth=depth)
+        return EngineCore(
+            scheduler,
+            runner,
+            sampler,
+            self._ledger,
+            self.timeline,
+            self._publish,
+            depth=depth,
+            work=work_of(decoder.config),
+        )
 
     def _step_bytes(self) -> int:
         """What the largest steps take beside weights and KV pool, measured where the device counts it."""
@@ -278,6 +288,11 @@ class Engine:
             raise InvalidRequest("batching", "static", "continuous, as the policy is priority, which preempts")
         return self._command(lambda core: core.scheduler.set_static(static))
 
+    def set_tenant_weights(self, weights: Mapping[str, float], default: float = 1.0) -> bool:
+        """Change the tenants' shares under policy ``fair``, from the next step on; ``default`` is everybody else's."""
+        shares = dict(weights)
+        return self._command(lambda core: core.scheduler.policy.set_weights(shares, default))
+
     # ---- requests
 
     def submit(self, request: GenerationRequest) -> RequestStream:
@@ -366,7 +381,7 @@ class Engine:
 
     def _admit(self, request: GenerationRequest, prompt_ids: list[int]) -> LiveRequest:
         params = request.sampling
-        account = self._ledger.admit(len(prompt_ids), params.n, request.arrival)
+        account = self._ledger.admit(len(prompt_ids), params.n, request.arrival, request.tenant, request.queue_share)
         limit = self.max_model_len
         total = limit if params.max_tokens is None else min(limit, len(prompt_ids) + params.max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -442,6 +457,7 @@ class Engine:
             self._ended = True
         self._take_commands(core)
         core.end_all(FinishReason.ERROR, why)
+        core.meter.settle(finally_=True)  # what is in flight will never be collected
 
     def _publish(self, deltas: list[tuple[LiveRequest, Output]]) -> None:
         """Hand a step's deltas to the event loops, one wake-up each. Runs on the engine thread."""

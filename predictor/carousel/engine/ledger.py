@@ -33,6 +33,7 @@ class Account:
     num_sequences: int
     num_tokens: int
     arrival: float
+    tenant: str = ""
     running: int = 0
     closed: bool = False
 
@@ -48,6 +49,9 @@ class Counters:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     steps: int = 0
+    device_ns: int = 0
+    slot_ns: int = 0
+    block_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -87,6 +91,7 @@ class Ledger:
         self._waiting: dict[int, Account] = {}  # by id(), oldest first
         self._running: dict[int, Account] = {}
         self._waiting_tokens = 0
+        self._waiting_of: dict[str, tuple[int, int]] = {}  # tenant -> its requests and tokens that wait
         self._sequences_running = 0
         # Of requests that left the queue: when, prompt tokens, how long the queue had stood still before.
         self._starts: deque[tuple[float, int, float]] = deque()
@@ -97,8 +102,10 @@ class Ledger:
 
     # ---- clients' side
 
-    def admit(self, num_tokens: int, num_sequences: int, arrival: float) -> Account:
-        """Let a request in, or say why not.
+    def admit(
+        self, num_tokens: int, num_sequences: int, arrival: float, tenant: str = "", share: float = 1.0
+    ) -> Account:
+        """Let a request in, or say why not. Its tenant may fill ``share`` of the queue's bounds, or one place.
 
         Raises:
             QueueFull: a bound of the queue is reached; says how long the queue is expected to take.
@@ -108,23 +115,60 @@ class Ledger:
             if self._closed is not None:
                 self._totals.refusals[Refusal.UNAVAILABLE] += 1
                 raise EngineUnavailable(self._closed)
-            waiting = len(self._waiting) - max(0, self._num_seats - self._sequences_running)
-            problem = None
-            if waiting >= self._max_requests:
-                problem = f"{len(self._waiting)} requests are waiting (limit {self._max_requests})"
-            elif self._waiting and self._waiting_tokens + num_tokens > self._max_tokens:
-                problem = f"{self._waiting_tokens} prompt tokens are waiting (limit {self._max_tokens})"
+            refusal, problem = Refusal.QUEUE_FULL, self._full(num_tokens)
+            if problem is None and share < 1.0:
+                refusal, problem = Refusal.QUEUE_SHARE, self._share_full(tenant, share, num_tokens)
             if problem is not None:
-                self._totals.refusals[Refusal.QUEUE_FULL] += 1
+                self._totals.refusals[refusal] += 1
                 # A rate measured over a moment says little: no client is sent away for longer than this.
                 wait = min(self._queue_seconds(self._clock()), MAX_RETRY_AFTER_S)
                 raise QueueFull(f"the model is overloaded: {problem}; try again in {math.ceil(wait)} s", wait)
-            account = Account(num_sequences, num_tokens, arrival)
+            account = Account(num_sequences, num_tokens, arrival, tenant)
             self._totals.admitted += 1
-            self._queue_fills()
-            self._waiting[id(account)] = account
-            self._waiting_tokens += num_tokens
+            self._queue_up(account)
             return account
+
+    def _full(self, num_tokens: int) -> str | None:
+        """Which bound of the queue one more request would break."""
+        if len(self._waiting) - self._empty_seats >= self._max_requests:
+            return f"{len(self._waiting)} requests are waiting (limit {self._max_requests})"
+        if self._waiting and self._waiting_tokens + num_tokens > self._max_tokens:
+            return f"{self._waiting_tokens} prompt tokens are waiting (limit {self._max_tokens})"
+        return None
+
+    def _share_full(self, tenant: str, share: float, num_tokens: int) -> str | None:
+        """Which bound of its tenant's share one more request would break."""
+        requests, tokens = self._waiting_of.get(tenant, (0, 0))
+        most, most_tokens = max(1, int(share * self._max_requests)), int(share * self._max_tokens)
+        if requests - self._empty_seats >= most:
+            return f"{requests} requests of tenant {tenant or '-'} are waiting (its share of the queue is {most})"
+        if requests and tokens + num_tokens > most_tokens:
+            return f"{tokens} prompt tokens of tenant {tenant or '-'} are waiting (its share is {most_tokens})"
+        return None
+
+    @property
+    def _empty_seats(self) -> int:
+        # Who arrives for an empty seat of the batch waits for the next step, and for nobody.
+        return max(0, self._num_seats - self._sequences_running)
+
+    def _queue_up(self, account: Account) -> None:
+        if not self._waiting:
+            self._still_since = self._clock()
+        self._waiting[id(account)] = account
+        self._count_waiting(account, 1)
+
+    def _leave_queue(self, account: Account) -> bool:
+        """Whether it stood there."""
+        if self._waiting.pop(id(account), None) is None:
+            return False
+        self._count_waiting(account, -1)
+        return True
+
+    def _count_waiting(self, account: Account, sign: int) -> None:
+        self._waiting_tokens += sign * account.num_tokens
+        requests, tokens = self._waiting_of.pop(account.tenant, (0, 0))
+        if requests + sign:
+            self._waiting_of[account.tenant] = (requests + sign, tokens + sign * account.num_tokens)
 
     def count_rejected(self, why: Refusal = Refusal.INVALID) -> None:
         """A request was refused before it came to :meth:`admit`."""
@@ -153,9 +197,8 @@ class Ledger:
         with self._lock:
             self._sequences_running += 1
             account.running += 1
-            if account.running == 1 and self._waiting.pop(id(account), None) is not None:
+            if account.running == 1 and self._leave_queue(account):
                 self._running[id(account)] = account
-                self._waiting_tokens -= account.num_tokens
                 now = self._clock()
                 self._starts.append((now, account.num_tokens, now - self._still_since))
                 self._still_since = now
@@ -166,9 +209,7 @@ class Ledger:
             self._sequences_running -= 1
             account.running -= 1
             if account.running == 0 and not ended and self._running.pop(id(account), None) is not None:
-                self._queue_fills()
-                self._waiting[id(account)] = account
-                self._waiting_tokens += account.num_tokens
+                self._queue_up(account)
 
     def left(self, account: Account, reason: FinishReason) -> None:
         """The request has ended with all its choices."""
@@ -176,8 +217,7 @@ class Ledger:
             if account.closed:
                 return
             account.closed = True
-            if self._waiting.pop(id(account), None) is not None:
-                self._waiting_tokens -= account.num_tokens
+            self._leave_queue(account)
             self._running.pop(id(account), None)
             self._totals.finished[reason] += 1
             if not self._waiting and not self._running:
@@ -231,6 +271,9 @@ class Ledger:
                 prefix_cache_queries=counters.prefix_cache_queries,
                 prefix_cache_hits=counters.prefix_cache_hits,
                 steps=counters.steps,
+                device_ns=counters.device_ns,
+                slot_ns=counters.slot_ns,
+                block_ns=counters.block_ns,
                 num_blocks=num_blocks,
                 num_free_blocks=num_free,
                 num_cached_blocks=num_cached,
@@ -238,11 +281,6 @@ class Ledger:
                 draining=draining,
                 alive=alive,
             )
-
-    def _queue_fills(self) -> None:
-        """Something is about to wait."""
-        if not self._waiting:
-            self._still_since = self._clock()
 
     def _queue_seconds(self, now: float) -> float:
         """Waiting prompt tokens over the rate at which prompt tokens left the queue of late, while there was a queue.

@@ -26,6 +26,7 @@ from carousel.engine.device import Readback
 from carousel.engine.events import Event, Glance, What
 from carousel.engine.glance import look
 from carousel.engine.ledger import Account, Counters, Ledger
+from carousel.engine.meter import Meter, StepShares, Work
 from carousel.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -69,6 +70,7 @@ class _InFlight:
     draw: Draw | None
     done: Readback | None
     prompts: list[tuple[Sequence, PromptDraw]]
+    shares: StepShares
     started: float
     scheduled: float
     launched: float
@@ -90,6 +92,7 @@ class EngineCore:
     Args:
         publish: takes all deltas of a step at once; must not block.
         depth: how many steps the host may be ahead of the device, 0 or 1.
+        work: what a token and a query-key pair cost, by which the device's time is divided.
         clock: seconds, monotonic; requests' ``arrival`` is of the same clock.
     """
 
@@ -103,11 +106,13 @@ class EngineCore:
         publish: Callable[[list[tuple[LiveRequest, Output]]], None],
         clock: Callable[[], float] = time.monotonic,
         depth: int = 0,
+        work: Work | None = None,
     ) -> None:
         if depth not in (0, 1):
             raise ValueError(f"depth: got {depth!r}, allowed: 0 or 1")
         self.scheduler = scheduler
         self.timeline = timeline
+        self.meter = Meter(work or Work(), timeline.record_usage)
         self._runner = runner
         self._sampler = sampler
         self._ledger = ledger
@@ -161,6 +166,7 @@ class EngineCore:
                 output.text = sequence.detokenizer.flush()
                 output.error = error
                 self._finish(step, live, sequence, output, reason)
+        self.meter.settle()
         self._report()
         self._tell(None)
         self._publish(step.deltas)
@@ -194,6 +200,7 @@ class EngineCore:
     def reset_counters(self) -> None:
         """Start counting anew (after a warm-up)."""
         self._counters = Counters()
+        self.meter.reset()
         self.scheduler.cache_queries = self.scheduler.cache_hits = 0
 
     # ---- one iteration
@@ -216,6 +223,8 @@ class EngineCore:
     def _launch(self, schedule: Schedule, started: float) -> _InFlight:
         """Start a step on the device: its forward pass, its sampling, and the tokens' way to the step after it."""
         scheduled = self._clock()
+        scheduler = self.scheduler
+        shares = self.meter.launched(schedule, scheduler.running, scheduler.leaving, scheduler.pool)
         result = self._runner.run(schedule)
         launched = self._clock()
         prompts = [(prompt.entry.sequence, self._draw_prompt(prompt)) for prompt in result.prompts]
@@ -225,7 +234,7 @@ class EngineCore:
             if self._depth:
                 self._runner.feed(result.sampled, draw.tokens)
         self.scheduler.launched(schedule)
-        return _InFlight(schedule, result.sampled, draw, result.done, prompts, started, scheduled, launched)
+        return _InFlight(schedule, result.sampled, draw, result.done, prompts, shares, started, scheduled, launched)
 
     def _collect(self, flight: _InFlight) -> None:
         """Wait for a step and hand out what it brought."""
@@ -367,6 +376,7 @@ class EngineCore:
             if live.expires_at is not None:
                 self._drop_deadline()
             self._ledger.left(live.account, live.reason or reason)
+            self.meter.ended(live, now)
             self.timeline.record_request(request_record(live, now))
 
     # ---- the record of it
@@ -375,6 +385,8 @@ class EngineCore:
         pool, counters = self.scheduler.pool, self._counters
         counters.prefix_cache_queries = self.scheduler.cache_queries
         counters.prefix_cache_hits = self.scheduler.cache_hits
+        meter = self.meter
+        counters.device_ns, counters.slot_ns, counters.block_ns = meter.device_ns, meter.slot_ns, meter.block_ns
         self._ledger.report(counters, pool.num_blocks, pool.num_free, pool.num_cached)
 
     def _record(self, step: _Step, flight: _InFlight, ran: float) -> None:
@@ -388,6 +400,8 @@ class EngineCore:
         counters.steps += 1
         counters.recomputed_tokens += schedule.num_recomputed_tokens
         counters.preemptions += len(schedule.preempted)
+        self.meter.collected(flight.shares, max(0, round((done - started) * 1e9)))
+        self.meter.settle()
         self._report()
         record = StepRecord(
             index=counters.steps,
@@ -407,6 +421,8 @@ class EngineCore:
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
             kv_cache_usage=1 - self.scheduler.pool.num_available / max(self.scheduler.pool.num_blocks, 1),
+            num_left_tokens=schedule.num_left_tokens,
+            obstacle=schedule.obstacle or "",
             seats=tuple(_seats(schedule)) if self.timeline.record_seats else (),
         )
         self.timeline.record_step(record, step.latencies_s)

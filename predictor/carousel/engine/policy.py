@@ -10,7 +10,7 @@ running one first; since a preempted sequence keeps its key, it also keeps its p
 - ``fair``: the tenant with the least service goes first. Service is counted in weighted tokens, as the Virtual Token
   Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a tenant's counter grows by
   ``tokens / weight``, and one who comes back from idleness is lifted to the least counter of the active ones, so that
-  nobody saves up credit.
+  nobody saves up credit. Within a tenant, by priority and then arrival.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class Policy(ABC):
 
     def charge(self, sequence: Sequence, prompt_tokens: int, output_tokens: int) -> None:  # noqa: B027
         """Told after each step what a sequence was given."""
+
+    def set_weights(self, weights: Mapping[str, float], default: float = 1.0) -> None:  # noqa: B027
+        """Shares of tenants, and of those that are not named. Only a policy of shares cares."""
 
 
 class _Queue:
@@ -157,6 +160,7 @@ class FairShare(Policy):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
+        self._default_weight = 1.0
         self._counters: dict[str, float] = {}
         self._queues: dict[str, _Queue] = {}
         self._active: dict[str, int] = {}  # tenant -> sequences waiting or running
@@ -165,7 +169,14 @@ class FairShare(Policy):
         return sequence.request.tenant
 
     def key(self, sequence: Sequence) -> Key:
-        return (self._counters.get(self._tenant(sequence), 0.0), sequence.order)
+        return (self._counters.get(self._tenant(sequence), 0.0), *self._rank(sequence))
+
+    @staticmethod
+    def _rank(sequence: Sequence) -> Key:
+        return (sequence.request.priority, sequence.order)
+
+    def set_weights(self, weights: Mapping[str, float], default: float = 1.0) -> None:
+        self._weights, self._default_weight = dict(weights), default
 
     def arrive(self, sequence: Sequence) -> None:
         tenant = self._tenant(sequence)
@@ -183,7 +194,7 @@ class FairShare(Policy):
             del self._active[tenant]
 
     def push(self, sequence: Sequence) -> None:
-        self._queues.setdefault(self._tenant(sequence), _Queue()).push((sequence.order,), sequence)
+        self._queues.setdefault(self._tenant(sequence), _Queue()).push(self._rank(sequence), sequence)
 
     def pop(self) -> Sequence | None:
         best: tuple[Key, str] | None = None
@@ -211,7 +222,9 @@ class FairShare(Policy):
     def charge(self, sequence: Sequence, prompt_tokens: int, output_tokens: int) -> None:
         tenant = self._tenant(sequence)
         cost = prompt_tokens * PROMPT_TOKEN_COST + output_tokens * OUTPUT_TOKEN_COST
-        self._counters[tenant] = self._counters.get(tenant, 0.0) + cost / self._weights.get(tenant, 1.0)
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + cost / self._weights.get(
+            tenant, self._default_weight
+        )
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())

@@ -140,7 +140,8 @@ def new_request_id() -> str:
 class GenerationRequest:
     """One client request. ``prompt`` is text or token ids (never empty once tokenised).
 
-    ``priority``: lower goes first (policy ``priority``). ``tenant``: who is charged (policy ``fair``).
+    ``priority``: lower goes first (policy ``priority``). ``tenant``: who is charged (policy ``fair``), and may fill no
+    more than ``queue_share`` of the waiting queue's bounds.
     ``deadline_s``: a first-token objective in seconds from arrival that policy ``deadline`` orders by.
     ``timeout_s``: after this many seconds from arrival the request ends with ``FinishReason.TIMEOUT``.
     ``cache_salt``: prompts share cached prefixes only under equal salts.
@@ -152,6 +153,7 @@ class GenerationRequest:
     request_id: str = field(default_factory=new_request_id)
     priority: int = 0
     tenant: str = ""
+    queue_share: float = 1.0
     deadline_s: float | None = None
     timeout_s: float | None = None
     cache_salt: str = ""

@@ -88,7 +88,9 @@ class ScheduledSequence:
 class Schedule:
     """One step. Entries with exactly one new token come first. ``admitted`` and ``preempted`` changed state in it.
 
-    ``unsettled``: somebody went without who needs a preemption, and will get it once no step is in flight.
+    ``obstacle``: what the first of those that go on waiting lacks. ``num_left_tokens``: prompt tokens of sequences in
+    the batch that the step had no room for. ``unsettled``: somebody went without who needs a preemption, and will get
+    it once no step is in flight.
     """
 
     entries: list[ScheduledSequence] = field(default_factory=list)
@@ -100,6 +102,8 @@ class Schedule:
     num_idle_tokens: int = 0
     num_attended: int = 0
     unsettled: bool = False
+    obstacle: Reason | None = None
+    num_left_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -238,6 +242,9 @@ class Scheduler:
         if not step.preempted and not step.unsettled:
             self._obstacle = self._schedule_waiting(step, budget)
         step.entries.sort(key=lambda entry: entry.num_new_tokens != 1)
+        step.obstacle = self._obstacle if len(self.policy) else None
+        wanted = sum(sequence.num_uncomputed_tokens for sequence in self.running if not sequence.ending)
+        step.num_left_tokens = max(0, wanted - step.num_prefill_tokens - step.num_decode_tokens)
         return step
 
     def _schedule_running(self, step: Schedule) -> int:

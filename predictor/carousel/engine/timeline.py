@@ -6,6 +6,7 @@ The engine thread writes; anybody may read. Records are plain data and never cha
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -14,6 +15,7 @@ from carousel.engine.request import FinishReason
 
 if TYPE_CHECKING:
     from carousel.engine.events import Event, Watcher
+    from carousel.engine.meter import RequestUsage
 
 
 class SeatUse(StrEnum):
@@ -42,8 +44,9 @@ class StepRecord:
     computed before and were lost to a preemption; ``num_idle_tokens`` rows that a static batch computed for nothing;
     ``num_discarded_tokens`` were sampled for sequences that turned out to have ended before. Where the host runs ahead
     of the device a step's time begins with the end of the step before, and ``sample_s`` is part of ``run_s``.
-    ``kv_cache_usage`` is the share of KV blocks that live sequences hold after it. ``seats`` is empty unless
-    :attr:`Timeline.record_seats` is set.
+    ``kv_cache_usage`` is the share of KV blocks that live sequences hold after it. ``num_left_tokens`` are prompt
+    tokens of sequences in the batch that the step had no room for; ``obstacle`` is what kept the first in the queue out
+    of it (an ``events.Reason``). ``seats`` is empty unless :attr:`Timeline.record_seats` is set.
     """
 
     index: int
@@ -63,6 +66,8 @@ class StepRecord:
     num_idle_tokens: int = 0
     num_discarded_tokens: int = 0
     kv_cache_usage: float = 0.0
+    num_left_tokens: int = 0
+    obstacle: str = ""
     seats: tuple[Seat, ...] = ()
 
     @property
@@ -119,6 +124,7 @@ class Refusal(StrEnum):
     INVALID = "invalid"
     TOO_LONG = "too_long"
     QUEUE_FULL = "queue_full"
+    QUEUE_SHARE = "queue_share"  # the tenant's part of the queue is full
     UNAVAILABLE = "unavailable"
 
 
@@ -129,6 +135,7 @@ class EngineStats:
     ``num_requests_*`` count requests, ``num_sequences_*`` choices. ``finished`` maps each finish reason to a count of
     requests, ``refusals`` each reason to its part of ``rejected``. ``queue_seconds`` estimates how long a request that
     arrives now would wait. ``num_tokens_running`` is what the live sequences' KV blocks hold, rounded up to blocks.
+    ``*_ns``: see ``meter``.
     """
 
     num_requests_running: int = 0
@@ -148,6 +155,9 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     steps: int = 0
+    device_ns: int = 0
+    slot_ns: int = 0
+    block_ns: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -169,6 +179,7 @@ class EngineStats:
 
 class Timeline:
     """Keeps the last ``capacity`` steps and tells the observers; tells watchers more, while there are any.
+    ``meters`` are told what each request took.
 
     Attributes:
         record_seats: whether steps say who took part in them; set it before the requests that matter.
@@ -178,6 +189,7 @@ class Timeline:
         self.record_seats = False
         self.steps: deque[StepRecord] = deque(maxlen=capacity)
         self.observers: list[Observer] = []
+        self.meters: list[Callable[[RequestUsage], None]] = []  # on the engine thread: be quick, never raise
         self.watchers: tuple[Watcher, ...] = ()  # replaced as a whole: the engine thread reads it
 
     def watch(self, watcher: Watcher) -> None:
@@ -195,6 +207,10 @@ class Timeline:
         self.steps.append(step)
         for observer in self.observers:
             observer.on_step(step, token_latencies_s)
+
+    def record_usage(self, usage: RequestUsage) -> None:
+        for meter in self.meters:
+            meter(usage)
 
     def record_request(self, request: RequestRecord) -> None:
         for observer in self.observers:

@@ -7,8 +7,8 @@ Headers that every protocol honours (gRPC metadata of the same names):
 
 ===========================  =========================================================================================
 ``x-request-id``             becomes part of the request's id; 1 to 128 visible ASCII characters
-``x-carousel-tenant``        who is charged (policy ``fair``); at most 128 printable characters
-``x-carousel-priority``      an integer, lower goes first; a gateway sets it, so it wins over the body's ``priority``
+``x-carousel-tenant``        who is charged; the server believes it only with ``--trust-tenant-header``
+``x-carousel-priority``      an integer, lower goes first, or a class of the tenants' policy; wins over the body's
 ``x-carousel-deadline``      seconds to the first token, aimed at by policy ``deadline``; wins over the body's
 ``x-request-timeout``        seconds until the request ends with reason ``timeout``; the shorter of both wins
 ===========================  =========================================================================================
@@ -126,7 +126,8 @@ class Context:
     """The served model and the headers of this one call.
 
     ``max_model_len`` in tokens. ``generation_defaults`` is the model's ``generation_config`` as a dictionary.
-    ``headers`` are looked up in lower case: a case-insensitive mapping, or one with lower-case keys.
+    ``headers`` are looked up in lower case: a case-insensitive mapping, or one with lower-case keys. ``priorities`` are
+    the names that the header of a priority may have.
     """
 
     tokenizer: Tokenizer
@@ -136,6 +137,7 @@ class Context:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     model_version: str = "1"
+    priorities: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -293,15 +295,23 @@ def _header_seconds(context: Context, name: str) -> float | None:
     return None if value is None else _seconds({name: (name, float(value))}, name)
 
 
+def _priority_of_header(context: Context) -> int:
+    name, classes = "x-carousel-priority", context.priorities
+    if (given := context.headers[name]) in classes:
+        return classes[given]
+    allowed = f"{_PRIORITY}, or {', '.join(classes)}" if classes else _PRIORITY
+    number = _header(context, name, r"[+-]?\d{1,10}", allowed)
+    return read.integer(name, int(number or 0), -(2**31), 2**31 - 1, allowed)
+
+
 def read_options(values: Values, context: Context) -> dict[str, Any]:
     """Priority, tenant, deadline, timeout, cache salt and ``add_special_tokens``: ``GenerationRequest``'s arguments."""
     options: dict[str, Any] = {}
     if "priority" in values:
         path, value = values["priority"]
         options["priority"] = read.integer(path, value, -(2**31), 2**31 - 1, _PRIORITY)
-    header = _header(context, "x-carousel-priority", r"[+-]?\d{1,10}", _PRIORITY)
-    if header is not None:
-        options["priority"] = read.integer("x-carousel-priority", int(header), -(2**31), 2**31 - 1, _PRIORITY)
+    if "x-carousel-priority" in context.headers:
+        options["priority"] = _priority_of_header(context)
     tenant = context.headers.get("x-carousel-tenant")
     if tenant is not None:
         if len(tenant) > 128 or not tenant.isprintable():

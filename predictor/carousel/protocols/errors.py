@@ -73,6 +73,21 @@ class AuthenticationFailed(CarouselError):
     """No API key was shown, or none that is valid. The message never holds a key."""
 
 
+class QuotaExceeded(CarouselError):
+    """The tenant has used up what it may have for now.
+
+    Args:
+        message: whose, which, and when again.
+        quota: ``requests``, ``tokens`` (a minute) or ``concurrent``.
+        retry_after_s: seconds until the same request may be taken.
+        reset_s: seconds until the whole quota is there again.
+    """
+
+    def __init__(self, message: str, quota: str, retry_after_s: float, reset_s: float) -> None:
+        self.quota, self.retry_after_s, self.reset_s = quota, retry_after_s, reset_s
+        super().__init__(message)
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """One failure, for any protocol.
@@ -140,6 +155,9 @@ def describe(error: BaseException, *, invalid_status: int = 400) -> ErrorInfo:
     if isinstance(error, AuthenticationFailed):
         headers = {"WWW-Authenticate": "Bearer"}
         return ErrorInfo(401, "UNAUTHENTICATED", "authentication_error", "invalid_api_key", message, None, headers)
+    if isinstance(error, QuotaExceeded):
+        headers = {"Retry-After": retry_after(error.retry_after_s), "RateLimit-Reset": retry_after(error.reset_s)}
+        return ErrorInfo(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "rate_limit_exceeded", message, None, headers)
     if isinstance(error, QueueFull):
         headers = {"Retry-After": retry_after(error.retry_after_s)}
         return ErrorInfo(429, "RESOURCE_EXHAUSTED", "overloaded_error", "queue_full", message, None, headers)
