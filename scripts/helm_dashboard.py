@@ -173,7 +173,66 @@ KV = (
     Panel("Cancelled", "Requests whose client left.", "reqps", {_rate("requests_cancelled_total", "pod"): "{{pod}}"}),
 )  # fmt: skip
 
-ROWS = {"Overview": OVERVIEW, "Queue": QUEUE, "Latency": LATENCY, "Batch": BATCH, "KV memory": KV}
+
+def _by_tenant(name: str, *more: str) -> str:
+    return _rate(f"tenant_{name}_total", ", ".join(("tenant", *more)))
+
+
+def _tenants(name: str) -> dict[str, str]:
+    return {_by_tenant(name): "{{tenant}}"}
+
+
+TENANTS = (
+    Panel("Device", "Seconds of the device a second, by tenant: of a whole device, 1.", "none",
+          _tenants("device_seconds"), stacked=True),
+    Panel("Money", "An hour at the present pace, by the price of a node.", "none",
+          {f"{_by_tenant('cost')} * 3600": "{{tenant}}"}, stacked=True),
+    Panel("Requests", "Ended, by tenant.", "reqps", _tenants("requests"), stacked=True),
+    Panel("Tokens by tenant", "A second, by kind.", "none", {_by_tenant("tokens", "kind"): "{{tenant}} {{kind}}"}),
+    Panel("Slots", "Of the batch, by tenant.", "none", _tenants("slot_seconds"), stacked=True),
+    Panel("KV blocks", "Held, by tenant; of one that several share each pays a part.", "none",
+          _tenants("kv_block_seconds"), stacked=True),
+    Panel("Mean wait", "In the queue, by tenant.", "s",
+          {f"{_by_tenant('queue_seconds')} / {_by_tenant('requests')}": "{{tenant}}"}),
+    Panel("Refused by quotas", "Calls a second.", "reqps",
+          {_by_tenant("refusals", "quota"): "{{tenant}} {{quota}}"}, stacked=True),
+    Panel(
+        "Use of the node", "Share of the time in steps, of slots and of KV blocks in use.", "percentunit",
+        {
+            f"{_rate('device_seconds_total')} / count(carousel_ready{PODS})": "device",
+            f"{_rate('slot_seconds_total')} / sum(carousel_batch_slots{PODS})": "slots",
+            f"{_rate('kv_block_seconds_total')} / sum(carousel_kv_blocks{PODS})": "KV blocks",
+        },
+        top=1,
+    ),
+    Panel(
+        "Tenants' policy", "Pods whose file is wrong, and changes that could not be taken in the last hour.", "none",
+        {
+            f"count(carousel_tenant_policy_valid{PODS}) - sum(carousel_tenant_policy_valid{PODS})": "wrong",
+            f"sum(increase(carousel_tenant_policy_reload_failures_total{PODS}[1h]))": "refused changes",
+        },
+    ),
+    Panel("Age of the policy", "Since it was read.", "s",
+          {f"time() - max(carousel_tenant_policy_loaded_timestamp_seconds{PODS})": ""}),
+    Panel(
+        "Usage log", "Lines a second, lines that wait, failures a second, lines lost a second.", "none",
+        {
+            _rate("usage_log_lines_total"): "written",
+            f"sum(carousel_usage_log_pending{PODS})": "waiting",
+            _rate("usage_log_failures_total"): "failures",
+            _rate("usage_log_lost_total"): "lost",
+        },
+    ),
+)  # fmt: skip
+
+ROWS = {
+    "Overview": OVERVIEW,
+    "Queue": QUEUE,
+    "Latency": LATENCY,
+    "Batch": BATCH,
+    "KV memory": KV,
+    "Tenants and cost": TENANTS,
+}
 
 
 def _variable(name: str, label: str, query: str) -> dict[str, Any]:

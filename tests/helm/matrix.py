@@ -102,6 +102,16 @@ MATRIX: dict[str, dict[str, Any]] = {
         "huggingFace": {"token": "hf_x"},
         "s3": {"accessKeyId": "id", "secretAccessKey": "secret"},
     },
+    "tenants of the chart": {
+        "tenants": {"policy": {"default": {"requests_per_minute": 60}, "tenants": {"gold": {"weight": 4}}}},
+        "usageLog": {"kind": "emptyDir", "sizeLimit": "2Gi"},
+        "settings": {"service_account_audience": "carousel", "policy": "fair"},
+    },
+    "tenants of one's own": {
+        "mode": "inferenceservice",
+        "tenants": {"existingConfigMap": "tenants"},
+        "usageLog": {"kind": "existingClaim", "existingClaim": "usage"},
+    },
     "TLS": {"tls": {"secretName": "cert"}, "metrics": {"scrape": "podmonitor"}, "service": {"type": "LoadBalancer"}},
     "client certificates": {
         "tls": {"secretName": "cert", "clientCertificates": True, "clientSecretName": "probe"},

@@ -18,8 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripts import helm_dashboard
 from tests.helm.chart_tools import CHART, NAMESPACE, RELEASE, Doc, merged, nested, promtool, render, the
 
+from carousel.engine.meter import Amounts, RequestUsage
+from carousel.engine.request import FinishReason
 from carousel.engine.timeline import EngineStats
 from carousel.telemetry.metrics import TTFT_BUCKETS, EngineMetrics
+from carousel.telemetry.tenant_metrics import TenantMetrics
+from carousel.telemetry.usage import Price
+from carousel.tenancy.policy import PolicyFile
 
 ALERTS: Doc = {"alerts": {"enabled": True}}
 POD = "chat-carousel-7d9f8c6b5d-x2x4z"
@@ -34,6 +39,10 @@ def exposed() -> dict[str, set[str]]:
     """Series -> label names, as `/metrics` of a server shows them."""
     registry = CollectorRegistry()
     EngineMetrics("m", EngineStats).register(registry)
+    tenants = TenantMetrics("m", Price(), 3, PolicyFile(None))
+    tenants(RequestUsage("r", "a", FinishReason.EOS, 1, 0, 0.0, 0.0, 0.0, Amounts()))
+    tenants.refused("a", "requests")
+    tenants.register(registry)
     ProcessCollector(registry=registry)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
@@ -66,9 +75,9 @@ def rules(values: Doc | None = None) -> list[Doc]:
 def test_the_check_of_expressions_finds_wrong_ones() -> None:
     assert problems('sum by (pod) (carousel_ready{namespace="a"})') == []
     assert problems("carousel_no_such{a=b}") == ["carousel_no_such: no such series", "carousel_no_such: no label a"]
-    assert problems('sum by (tenant) (carousel_ready{reason="x"})') == [
+    assert problems('sum by (nobody) (carousel_ready{reason="x"})') == [
         "carousel_ready: no label reason",
-        "by (tenant): no such label",
+        "by (nobody): no such label",
     ]
     assert "without the release's matchers" in problems("carousel_ready + carousel_draining{}")[0]
 
@@ -237,6 +246,35 @@ SCENES: dict[str, tuple[list[Doc], list[Doc]]] = {
         [series("carousel_ready", "1x5 0x5 _x20")],
         [alerts_at("8m", "CarouselNotReady"), alerts_at("14m", "CarouselNotReady", "critical", pod=False)],
     ),
+    "a tenant that asks for too much": (
+        [series("carousel_tenant_refusals_total", "0+60x40 2400x40", tenant="a", quota="requests"),
+         series("carousel_tenant_requests_total", "0+30x80", tenant="a"),
+         series("carousel_tenant_refusals_total", "0+3x80", tenant="b", quota="tokens"),
+         series("carousel_tenant_requests_total", "0+30x80", tenant="b")],
+        [
+            alerts_at("10m", "CarouselQuotaRefusals"),
+            {**alerts_at("30m", "CarouselQuotaRefusals"), "exp_alerts": [{"exp_labels": {
+                "release": RELEASE, "namespace": NAMESPACE, "tenant": "a", "severity": "warning"}}]},
+            alerts_at("70m", "CarouselQuotaRefusals"),
+        ],
+    ),
+    "a policy that cannot be taken": (
+        [series("carousel_tenant_policy_valid", "1x5 0x10 1x10")],
+        [
+            alerts_at("8m", "CarouselTenantPolicyInvalid"),
+            alerts_at("12m", "CarouselTenantPolicyInvalid", "warning"),
+            alerts_at("20m", "CarouselTenantPolicyInvalid"),
+        ],
+    ),
+    "a usage log without a disk": (
+        [series("carousel_usage_log_failures_total", "0x5 0+60x15 900x30"),
+         series("carousel_usage_log_lost_total", "0x50")],
+        [
+            alerts_at("5m", "CarouselUsageLogFails"),
+            alerts_at("15m", "CarouselUsageLogFails", "critical"),
+            alerts_at("40m", "CarouselUsageLogFails"),
+        ],
+    ),
     "all is well": (
         [READY, series("carousel_requests_admitted_total", SECONDLY),
          series("carousel_requests_failed_total", "0x120"),
@@ -299,6 +337,39 @@ def test_rules_are_rules_to_prometheus(tmp_path: Path) -> None:
         write(tmp_path / f"{number}.yml", {"groups": [{"name": "g", "rules": rules(values)}]})
         done = run_promtool(tmp_path, "check", "rules", f"{number}.yml")
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_recorded_is_the_sum_over_the_pods_of_the_release(tmp_path: Path) -> None:
+    groups = the(render(ALERTS), "PrometheusRule")["spec"]["groups"]
+    write(tmp_path / "rules.yml", {"groups": groups[1:]})
+    labels = {"tenant": "a"}
+    pods = [POD, POD.replace("x2x4z", "abcde")]
+    told = [series("carousel_tenant_cost_total", "0+60x30", pod, **labels) for pod in pods]
+    told += [series("carousel_tenant_tokens_total", "0+120x30", POD, kind="prompt", **labels)]
+    told += [series("carousel_tenant_cost_total", "0+600x30", "other-carousel-7d9f8c6b5d-x2x4z", **labels)]
+    shown = f'model_name="m", namespace="{NAMESPACE}", tenant="a"'
+    queries = {
+        "tenant:carousel_tenant_cost:rate5m": (f"{{{shown}}}", 2),
+        "tenant_kind:carousel_tenant_tokens:rate5m": (f'{{kind="prompt", {shown}}}', 2),
+    }
+    tests = [
+        {
+            "expr": name, "eval_time": "20m",
+            "exp_samples": [{"labels": name + of, "value": value}],
+        }
+        for name, (of, value) in queries.items()
+    ]  # fmt: skip
+    scene = {"interval": "1m", "input_series": told, "promql_expr_test": tests}
+    write(tmp_path / "tests.yml", {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [scene]})
+    done = run_promtool(tmp_path, "test", "rules", "tests.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_record_has_series() -> None:
+    groups = the(render(ALERTS), "PrometheusRule")["spec"]["groups"]
+    recorded = [rule for group in groups[1:] for rule in group["rules"]]
+    assert len(recorded) == 7
+    assert {rule["record"]: bad for rule in recorded if (bad := problems(rule["expr"]))} == {}
 
 
 def test_queries_of_dashboard_and_scaler_are_promql(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ BUILT_IN = {
     "ServiceAccount": client.V1ServiceAccount,
     "Role": client.V1Role,
     "RoleBinding": client.V1RoleBinding,
+    "ClusterRoleBinding": client.V1ClusterRoleBinding,
     "Secret": client.V1Secret,
     "ConfigMap": client.V1ConfigMap,
     "PersistentVolumeClaim": client.V1PersistentVolumeClaim,
@@ -79,14 +80,19 @@ OPERATOR = {
                 "additionalProperties": False,
                 "properties": {
                     "name": {"type": "string"},
+                    "interval": {"type": "string", "pattern": r"^\d+(ms|s|m)$"},
                     "rules": {
                         "type": "array",
                         "items": {
                             "type": "object",
-                            "required": ["alert", "expr", "for", "labels", "annotations"],
+                            "oneOf": [
+                                {"required": ["alert", "expr", "for", "labels", "annotations"]},
+                                {"required": ["record", "expr"]},
+                            ],
                             "additionalProperties": False,
                             "properties": {
                                 "alert": {"pattern": "^Carousel[A-Za-z]+$"},
+                                "record": {"pattern": "^[a-z_]+:carousel_[a-z_]+:rate5m$"},
                                 "expr": {"type": "string"},
                                 "for": {"pattern": r"^\d+[smh]$"},
                                 "labels": {"additionalProperties": {"type": "string"}},
@@ -216,9 +222,17 @@ def test_a_token_is_mounted_only_where_the_api_is_asked(values: Doc) -> None:
         for role in documents
         if role["kind"] == "Role" and role["metadata"]["name"] == binding["roleRef"]["name"]
     }
+    reviews = {
+        subject["name"]: binding["roleRef"]["name"]
+        for binding in documents
+        if binding["kind"] == "ClusterRoleBinding"
+        for subject in binding["subjects"]
+    }
+    assert set(reviews.values()) <= {"system:auth-delegator"}
     for name, labels, spec in pod_templates(documents):
-        rights = bound.get(spec.get("serviceAccountName", ""), [])
-        assert spec["automountServiceAccountToken"] is bool(rights), name
+        account = spec.get("serviceAccountName", "")
+        rights = bound.get(account, [])
+        assert spec["automountServiceAccountToken"] is (bool(rights) or account in reviews), name
         component = labels["app.kubernetes.io/component"]
         verbs = {"predictor": ["patch"], "scaler": ["list", "watch"]}.get(component)
         assert rights in ([], [{"apiGroups": [""], "resources": ["pods"], "verbs": verbs}]), name

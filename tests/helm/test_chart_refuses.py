@@ -52,6 +52,10 @@ CONTRADICTIONS: list[tuple[Doc, tuple[str, ...]]] = [
     ({"tls": {"secretName": "a", "clientCertificates": True}}, ("tls.clientSecretName",)),
     ({"apiKeys": {"existingSecret": "a"}, "settings": {"api_keys": "/k"}}, ("settings.api_keys", "apiKeys")),
     ({"apiKeys": {"existingSecret": "a", "keys": ["0123456789"]}}, ("apiKeys.existingSecret", "apiKeys.keys")),
+    ({"tenants": {"existingConfigMap": "a", "policy": {"default": {}}}}, ("tenants.existingConfigMap", "tenants.pol")),
+    ({"tenants": {"existingConfigMap": "a"}, "settings": {"tenant_policy": "/p"}}, ("settings.tenant_policy",)),
+    ({"usageLog": {"kind": "emptyDir"}, "settings": {"usage_log": "/p"}}, ("settings.usage_log", "usageLog")),
+    ({"usageLog": {"kind": "existingClaim"}}, ("usageLog.existingClaim", "usageLog.kind (existingClaim)")),
     ({"huggingFace": {"existingSecret": "a", "token": "b"}}, ("huggingFace.existingSecret", "huggingFace.token")),
     (
         {"s3": {"existingSecret": "a", "accessKeyId": "b", "secretAccessKey": "c"}},

@@ -30,6 +30,7 @@ from tests.helm.chart_tools import (
 from carousel.cluster.scaler_options import ScalerOptions, load_options
 from carousel.config import OTHER_ENV, Settings, declared_settings, default_model_name
 from carousel.options import Option, options_of, parse_options
+from carousel.tenancy.policy import parse_policies
 
 KEDA: Doc = {"autoscaling": {"type": "keda"}}
 
@@ -80,7 +81,7 @@ def another(item: Option) -> Any:
     written: dict[str, Any] = {
         "model": "hf://org/repo", "model_name": "chat", "model_checksum": "a" * 64, "cache_dir": "/cache",
         "host": "::", "kv_cache_memory": "1.5GiB", "tenant_weights": {"gold": 4, "free": 0.5},
-        "api_server": "http://127.0.0.1:8001",
+        "api_server": "http://127.0.0.1:8001", "price_currency": "USD",
     }  # fmt: skip
     if item.name in written:
         return written[item.name]
@@ -426,3 +427,33 @@ def test_a_new_scaled_object_does_not_take_the_last_pod_at_once() -> None:
     )["spec"]
     assert (spec["minReplicaCount"], spec["cooldownPeriod"], spec["initialCooldownPeriod"]) == (0, 77, 77)
     assert spec["fallback"]["replicas"] == 1
+
+
+def test_the_tenants_policy_is_one_that_the_server_takes() -> None:
+    policy = {
+        "priority_classes": {"fast": -1, "slow": 5},
+        "default": {"requests_per_minute": 60, "queue_share": 0.25, "priority_classes": ["slow"]},
+        "tenants": {"gold": {"weight": 4, "tokens_per_minute": 1_000_000_000, "requests_per_minute": None}},
+    }
+    values = {"tenants": {"policy": policy}}
+    read = parse_policies(the(render(values), "ConfigMap")["data"]["policy.yaml"])
+    assert read.of("gold").weight == 4.0
+    assert read.of("gold").tokens_per_minute == 1_000_000_000
+    assert read.default.queue_share == 0.25
+    assert env_of(container(values))["CAROUSEL_TENANT_POLICY"] == "/etc/carousel/tenants/policy.yaml"
+    assert "/etc/carousel/tenants" in {one["mountPath"] for one in container(values)["volumeMounts"]}
+
+
+def test_each_pod_has_a_folder_of_its_own_in_a_claim_for_usage_logs() -> None:
+    values = {"usageLog": {"kind": "existingClaim", "existingClaim": "usage"}}
+    [mount] = [one for one in container(values)["volumeMounts"] if one["name"] == "usage-log"]
+    assert (mount["mountPath"], mount["subPathExpr"]) == ("/var/log/carousel", "$(POD_NAME)")
+    assert env_of(container(values))["CAROUSEL_USAGE_LOG"] == "/var/log/carousel"
+    assert "POD_NAME" in {one["name"] for one in container(values)["env"]}
+
+
+def test_reviews_of_tokens_have_the_right_they_need() -> None:
+    values = {"settings": {"service_account_audience": "carousel"}}
+    binding = the(render(values), "ClusterRoleBinding")
+    assert binding["roleRef"]["name"] == "system:auth-delegator"
+    assert the(render(values), "Deployment")["spec"]["template"]["spec"]["automountServiceAccountToken"] is True

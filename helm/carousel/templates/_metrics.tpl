@@ -51,6 +51,19 @@
     {{- end }}
 {{- end }}
 
+{{- /* Sums over the pods that dashboards and bills ask for again and again. */ -}}
+{{- define "carousel.records" -}}
+{{- $pods := include "carousel.metricsOf" . -}}
+{{- range $kind := list "requests" "device_seconds" "slot_seconds" "kv_block_seconds" "cost" }}
+- record: tenant:carousel_tenant_{{ $kind }}:rate5m
+  expr: sum by (namespace, model_name, tenant) (rate(carousel_tenant_{{ $kind }}_total{{ $pods }}[5m]))
+{{- end }}
+- record: tenant_kind:carousel_tenant_tokens:rate5m
+  expr: sum by (namespace, model_name, tenant, kind) (rate(carousel_tenant_tokens_total{{ $pods }}[5m]))
+- record: tenant_quota:carousel_tenant_refusals:rate5m
+  expr: sum by (namespace, model_name, tenant, quota) (rate(carousel_tenant_refusals_total{{ $pods }}[5m]))
+{{- end }}
+
 {{- define "carousel.rules" -}}
 {{- $pods := include "carousel.metricsOf" . -}}
 {{- $a := .Values.alerts -}}
@@ -88,6 +101,21 @@
   (printf "max by (pod) (carousel_kv_cache_usage_perc%s) > %v\nand\nsum by (pod) (rate(carousel_num_preemptions_total%s[5m])) > 0" $pods $a.kvUsage $pods)
   (printf "KV memory of %s is full to %s, and sequences lose their place" $pod $share)
   "Work is computed twice. Raise settings.kv_cache_memory, lower settings.max_batch_sequences, or add pods."
+  | include "carousel.alert" }}
+{{ list . "CarouselQuotaRefusals" "warning" "15m"
+  (printf "sum by (tenant) (rate(carousel_tenant_refusals_total%s[5m]))\n  / (sum by (tenant) (rate(carousel_tenant_refusals_total%s[5m])) + sum by (tenant) (rate(carousel_tenant_requests_total%s[5m])))\n  > %v" $pods $pods $pods $a.quotaRefusals)
+  (printf "%s of what tenant {{ $labels.tenant }} asks is refused by its quotas" $share)
+  "Its clients ask for more than its policy gives: carousel_tenant_refusals_total says which quota. Raise that one, or tell the tenant."
+  | include "carousel.alert" }}
+{{ list . "CarouselTenantPolicyInvalid" "warning" "5m"
+  (printf "max by (pod) (carousel_tenant_policy_valid%s) == 0" $pods)
+  (printf "%s has a tenants' policy that it cannot take" $pod)
+  "The one before stays in force. The log says which field is wrong and what is allowed."
+  | include "carousel.alert" }}
+{{ list . "CarouselUsageLogFails" "critical" "5m"
+  (printf "sum by (pod) (increase(carousel_usage_log_failures_total%s[5m])) > 0\nor\nsum by (pod) (increase(carousel_usage_log_lost_total%s[5m])) > 0" $pods $pods)
+  (printf "%s cannot write its usage log" $pod)
+  "Lines wait in memory and are lost beyond 100,000. Is the volume full, or away? carousel_usage_log_pending says how many wait."
   | include "carousel.alert" }}
 {{- if gt (int (ternary .Values.autoscaling.minReplicas (include "carousel.replicas" .) (ne .Values.autoscaling.type "none"))) 0 }}
 {{ list . "CarouselNotReady" "critical" "5m"

@@ -84,6 +84,10 @@ app.kubernetes.io/component: {{ .component }}
 {{- .Values.apiKeys.existingSecret | default (ternary (printf "%s-api-keys" (include "carousel.fullname" .)) "" (gt (len .Values.apiKeys.keys) 0)) -}}
 {{- end }}
 
+{{- define "carousel.policyConfigMap" -}}
+{{- .Values.tenants.existingConfigMap | default (ternary (printf "%s-tenants" (include "carousel.fullname" .)) "" (gt (len .Values.tenants.policy) 0)) -}}
+{{- end }}
+
 {{- define "carousel.huggingFaceSecret" -}}
 {{- .Values.huggingFace.existingSecret | default (ternary (printf "%s-hugging-face" (include "carousel.fullname" .)) "" (ne .Values.huggingFace.token "")) -}}
 {{- end }}
@@ -100,6 +104,11 @@ app.kubernetes.io/component: {{ .component }}
 {{- /* "yes" where pods may write the deletion cost of their own pod. */ -}}
 {{- define "carousel.wantsDeletionCost" -}}
 {{- if .Values.settings.pod_deletion_cost }}yes{{ end -}}
+{{- end }}
+
+{{- /* "yes" where pods ask Kubernetes' API for something. */ -}}
+{{- define "carousel.wantsToken" -}}
+{{- if or .Values.settings.pod_deletion_cost .Values.settings.service_account_audience }}yes{{ end -}}
 {{- end }}
 
 {{- /* A setting as a variable wants it: whole numbers without an exponent, weights as name=share pairs. */ -}}

@@ -41,17 +41,21 @@ seccompProfile:
 {{- if .Values.tls.clientCertificates }}{{ $_ := set $fixed "tls_client_ca" "/etc/carousel/tls/ca.crt" }}{{ end -}}
 {{- end -}}
 {{- if include "carousel.apiKeysSecret" . }}{{ $_ := set $fixed "api_keys" "/etc/carousel/api-keys" }}{{ end -}}
+{{- if include "carousel.policyConfigMap" . }}{{ $_ := set $fixed "tenant_policy" "/etc/carousel/tenants/policy.yaml" }}{{ end -}}
+{{- if ne .Values.usageLog.kind "none" }}{{ $_ := set $fixed "usage_log" "/var/log/carousel" }}{{ end -}}
 {{- range $name, $value := merge (dict) .Values.settings $fixed -}}
 {{- if not (kindIs "invalid" $value) }}
 - name: CAROUSEL_{{ upper $name }}
   value: {{ include "carousel.text" $value | quote }}
 {{- end -}}
 {{- end -}}
-{{- if include "carousel.wantsDeletionCost" . }}
+{{- if or (include "carousel.wantsDeletionCost" .) (eq .Values.usageLog.kind "existingClaim") }}
 - name: POD_NAME
   valueFrom:
     fieldRef:
       fieldPath: metadata.name
+{{- end -}}
+{{- if include "carousel.wantsDeletionCost" . }}
 - name: POD_NAMESPACE
   valueFrom:
     fieldRef:
@@ -146,6 +150,18 @@ livenessProbe:
   mountPath: /etc/carousel/api-keys
   readOnly: true
 {{- end }}
+{{- if include "carousel.policyConfigMap" . }}
+- name: tenants
+  mountPath: /etc/carousel/tenants
+  readOnly: true
+{{- end }}
+{{- if ne .Values.usageLog.kind "none" }}
+- name: usage-log
+  mountPath: /var/log/carousel
+  {{- if eq .Values.usageLog.kind "existingClaim" }}
+  subPathExpr: $(POD_NAME)
+  {{- end }}
+{{- end }}
 {{- if .Values.tls.secretName }}
 - name: tls
   mountPath: /etc/carousel/tls
@@ -185,6 +201,20 @@ livenessProbe:
   secret:
     secretName: {{ . }}
     defaultMode: 0440
+{{- end }}
+{{- with include "carousel.policyConfigMap" . }}
+- name: tenants
+  configMap:
+    name: {{ . }}
+{{- end }}
+{{- if eq .Values.usageLog.kind "emptyDir" }}
+- name: usage-log
+  emptyDir:
+    sizeLimit: {{ .Values.usageLog.sizeLimit }}
+{{- else if eq .Values.usageLog.kind "existingClaim" }}
+- name: usage-log
+  persistentVolumeClaim:
+    claimName: {{ .Values.usageLog.existingClaim }}
 {{- end }}
 {{- with .Values.tls.secretName }}
 - name: tls
@@ -247,7 +277,7 @@ volumeMounts:
 {{- $root := .root -}}
 {{- with $root.Values -}}
 serviceAccountName: {{ include "carousel.serviceAccount" $root }}
-automountServiceAccountToken: {{ if include "carousel.wantsDeletionCost" $root }}true{{ else }}false{{ end }}
+automountServiceAccountToken: {{ if include "carousel.wantsToken" $root }}true{{ else }}false{{ end }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "carousel.graceSeconds" $root }}
 securityContext:

@@ -63,6 +63,18 @@ settings.api_keys contradicts apiKeys: say it in one place
 {{- if and $v.apiKeys.existingSecret $v.apiKeys.keys }}
 apiKeys.existingSecret contradicts apiKeys.keys: one of the two
 {{- end }}
+{{- if and $s.tenant_policy (include "carousel.policyConfigMap" .) }}
+settings.tenant_policy contradicts tenants: say it in one place
+{{- end }}
+{{- if and $v.tenants.existingConfigMap $v.tenants.policy }}
+tenants.existingConfigMap contradicts tenants.policy: one of the two
+{{- end }}
+{{- if and $s.usage_log (ne $v.usageLog.kind "none") }}
+settings.usage_log contradicts usageLog: say it in one place
+{{- end }}
+{{- if ne (eq $v.usageLog.kind "existingClaim") (ne $v.usageLog.existingClaim "") }}
+usageLog.existingClaim ({{ $v.usageLog.existingClaim | quote }}) and usageLog.kind ({{ $v.usageLog.kind }}): a claim of yours needs both, its name and kind existingClaim
+{{- end }}
 {{- if and $v.huggingFace.existingSecret $v.huggingFace.token }}
 huggingFace.existingSecret contradicts huggingFace.token: one of the two
 {{- end }}
