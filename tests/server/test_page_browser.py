@@ -90,6 +90,7 @@ def test_the_empty_page_explains_itself(tiny: Running, visit: Open) -> None:
     assert page.inner_text("#queue-empty") == "Nobody waits."
     assert page.title() == "tiny · Carousel"
     page.wait_for_selector("#f-slots >> text=of 8 slots")
+    page.wait_for_selector('#lanes[aria-label$="0 of 8 are taken"]')
 
 
 def test_a_request_can_be_followed_with_the_keyboard_alone(tiny: Running, visit: Open) -> None:

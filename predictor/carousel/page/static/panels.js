@@ -14,6 +14,12 @@ function say(id, words) {
   if (element.textContent !== words) element.textContent = words;
 }
 
+/** What a picture shows, for those who do not see it. */
+function label(id, words) {
+  const element = find(id);
+  if (element.getAttribute("aria-label") !== words) element.setAttribute("aria-label", words);
+}
+
 export class Figures {
   constructor(store) {
     this.store = store;
@@ -37,6 +43,8 @@ export class Figures {
     say("f-prompt", now.prompt ? `${rate(now.prompt)} prompt tokens/s` : `policy ${hello.policy}`);
     say("f-waiting", count(numWaiting));
     const first = waiting[0];
+    label("lanes", `Rows of the batch over time: ${numRunning} of ${hello.slots} are taken`);
+    label("steps", `Time of each step: ${seconds(now.step[0])} in the median, ${target ? `target ${seconds(target)}` : "no target"}`);
     say("f-why", first ? `first: ${REASONS[first.reason]?.[1] ?? "waits"}` : "nobody");
   }
 
