@@ -45,7 +45,7 @@ def make(name: str) -> bool:
     make_env.run([sys.executable, "-m", "venv", "--clear", str(venv)], f"{venv} could not be created")
     pins = PINS / f"{name}.txt"
     torch = make_env.torch_arguments("cpu")[1:] if "\ntorch==" in pins.read_text("utf-8") else []
-    make_env.install(python, ["--requirement", str(pins), "--no-deps", *torch], name, constrained=False)
+    make_env.install(python, ["--requirement", str(pins), "--no-deps", *torch], name, None)
     stamp.write_text(fingerprint(name), "utf-8")
     return True
 

@@ -96,7 +96,16 @@ def main() -> int:
     if chromium is None:
         print("no Chromium here: install one, or name it in CHROMIUM", file=sys.stderr)
         return 1
-    flags = ["--max-batch-sequences", "8", "--kv-cache-memory", "400MiB", "--demo", "--log-level", "warning"]
+    flags = [
+        "--max-batch-sequences",
+        "8",
+        "--kv-cache-memory",
+        "400MiB",
+        "--demo",
+        "--log-level",
+        "warning",
+        "--trust-tenant-header",
+    ]
     with (
         tempfile.TemporaryDirectory() as folder,
         (Path(folder) / "server.log").open("wb") as log,

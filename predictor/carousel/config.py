@@ -228,7 +228,8 @@ class Settings:
         "auto",
         TEXT,
         """Whether browsers find a live page of the batch at /: request ids, lengths and tenants, never text. auto:
-        where --api-keys guards it, or --host is this machine alone.""",
+        where callers must show credentials (--api-keys, --service-account-audience), or --host is this machine
+        alone.""",
         group=_SERVER,
         choices=("auto", "always", "never"),
     )
@@ -507,10 +508,15 @@ class Settings:
         return self.threads or available_cpus()
 
     @property
+    def asks_who(self) -> bool:
+        """Whether callers must show credentials."""
+        return bool(self.api_keys or self.service_account_audience)
+
+    @property
     def shows_page(self) -> bool:
         """Whether the live page is served."""
         if self.page == "auto":
-            return bool(self.api_keys) or is_loopback(self.host)
+            return self.asks_who or is_loopback(self.host)
         return self.page == "always"
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import Request
@@ -48,10 +48,13 @@ class _Stream(Response):
 
 
 class PageRoutes(Handlers):
-    """``/`` for browsers, and what is behind it."""
+    """``/`` for browsers, and what is behind it. ``quota_refusals``: how many calls each quota has refused."""
 
-    def __init__(self, model: CarouselModel, settings: Settings) -> None:
+    def __init__(
+        self, model: CarouselModel, settings: Settings, quota_refusals: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         super().__init__(model)
+        self._quota_refusals = quota_refusals
         self.settings = settings
         self.assets = assets.load()
         self.demo = Demo(settings.batching == "static") if settings.demo else None
@@ -106,7 +109,8 @@ class PageRoutes(Handlers):
         return json_response(self.demo.state())
 
     def _extra(self) -> dict[str, Any]:
-        return {} if self.demo is None else {"demo": self.demo.state()}
+        demo = {} if self.demo is None else {"demo": self.demo.state()}
+        return {"quotas": dict(self._quota_refusals()), **demo}
 
     def _hello(self, engine: EngineLike) -> dict[str, Any]:
         settings, stats = self.settings, engine.stats()
@@ -120,6 +124,6 @@ class PageRoutes(Handlers):
             "target_ms": settings.target_step_ms,
             "batch_tokens": settings.max_batch_tokens,
             "policy": settings.policy,
-            "keys": bool(settings.api_keys or settings.service_account_audience),
+            "keys": settings.asks_who,
             "demo": self.demo is not None,
         }

@@ -165,7 +165,8 @@ class CarouselServer(ModelServer):
             version=versions()["version"],
             openapi_url=None,  # routes.mount serves a document of our own, and /docs a page that loads nothing
         )
-        self.page = PageRoutes(model, self.settings) if self.settings.shows_page else None
+        refused = self.door.governor.num_refused
+        self.page = PageRoutes(model, self.settings, lambda: refused) if self.settings.shows_page else None
         if self.settings.demo and self.page is None:
             logger.warning("--demo does nothing: the live page is off (--page %s)", self.settings.page)
         table = routes.Routes(model, self.dataplane, self.settings.allow_unload, self.accounts.book)

@@ -163,6 +163,7 @@ def test_the_page_is_there_where_only_this_machine_or_a_key_reaches_it(tmp_path:
         ({"host": "0.0.0.0"}, False),
         ({"host": "::"}, False),
         ({"host": "0.0.0.0", "api_keys": keys}, True),
+        ({"host": "0.0.0.0", "service_account_audience": "carousel"}, True),
         ({"host": "0.0.0.0", "page": "always"}, True),
         ({"page": "never"}, False),
     ):
@@ -244,3 +245,16 @@ def test_without_the_setting_there_is_no_demonstration() -> None:
         answer = act(running, "load")
         assert answer.status_code == 403
         assert "--demo" in answer.text
+
+
+# ---- quotas
+
+
+def test_what_quotas_refused_is_counted(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("default: {requests_per_minute: 1}\n")
+    with serving(tenant_policy=str(policy)) as running:
+        for status in (200, 429, 429):
+            assert httpx.post(f"{running.url}/v1/completions", json={"model": "tiny", **ASK}).status_code == status
+        seen = watch(running.url, lambda message: message["k"] == "tick")
+        assert seen[-1]["quotas"] == {"requests": 2}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -95,6 +95,7 @@ class Governor:
 
     Attributes:
         on_refusal: told of each, by tenant and quota; must be quick.
+        num_refused: how many each quota has refused.
     """
 
     def __init__(self, policies: Callable[[], Policies], clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,6 +104,7 @@ class Governor:
         self._lock = threading.Lock()
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         self.on_refusal: Callable[[str, str], None] = lambda tenant, quota: None
+        self.num_refused: Counter[str] = Counter()
 
     @property
     def policies(self) -> Policies:
@@ -202,6 +204,7 @@ class Governor:
 
     def _refuse(self, tenant: str, quota: str, what: str, wait: float, reset: float) -> None:
         self.on_refusal(tenant, quota)
+        self.num_refused[quota] += 1
         raise QuotaExceeded(f"tenant {tenant or '-'} {what}", quota, wait, reset)
 
     def _left(self, tenant: str, places: int, started: float) -> None:

@@ -39,7 +39,10 @@ export const REFUSALS = {
   too_long: "too long",
   queue_full: "queue full",
   unavailable: "not ready",
-  queue_share: "the tenant’s part of the queue full",
+  queue_share: "tenant’s part of the queue full",
+  requests: "quota of requests",
+  tokens: "quota of tokens",
+  concurrent: "quota at once",
 };
 
 export const REASONS = {

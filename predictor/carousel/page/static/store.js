@@ -66,7 +66,7 @@ export class Store {
     this.kv = message.kv;
     this.isStatic = message.static;
     this.demo = message.demo ?? null;
-    this.refused = message.refused ?? {};
+    this.refused = { ...message.refused, ...message.quotas };
     this.numRunning = message.running;
     this.numWaiting = message.waiting;
     this.rates.push([message.t, message.now.out]);
