@@ -66,6 +66,14 @@ def promtool() -> str:
     return found
 
 
+def prometheus() -> str:
+    """The path of Prometheus; skips the test when there is none."""
+    found = _found("prometheus")
+    if found is None:
+        pytest.skip("no prometheus: put it into PATH or $PROMETHEUS, or run addons/prometheus-up of the cluster kit")
+    return found
+
+
 def kit_crd(*parts: str) -> Doc:
     """The structural schema of a CRD of the kit; skips the test when the kit is not there."""
     path = KIT.joinpath(*parts)

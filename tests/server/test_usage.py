@@ -180,13 +180,14 @@ def test_kill_9_of_a_server_under_load_leaves_a_log_that_the_next_one_goes_on_wi
         threads = [threading.Thread(target=client, args=(first.url, stop, name)) for name in range(6)]
         for thread in threads:
             thread.start()
-        time.sleep(2.5)
+        wait_until(lambda: len(answered) > 150, 30)
+        time.sleep(1.2)  # so that some of them ended more than a second before
         first.process.kill()
         killed = time.monotonic()
         first.process.wait(10)
         for thread in threads:
             thread.join(10)
-    with tiny_process(**options) as second:
+    with tiny_process(**options) as second:  # it repairs the log and goes on with it
         before = [one for one in read_log(folder) if one is not None]
         names = {one["id"].rpartition("-0-")[0].removeprefix("cmpl-") for one in before}
         missing = [name for at, name in answered if at < killed - 1.0 and name not in names]

@@ -98,7 +98,27 @@ class Histogram:
         return result
 
 
-class EngineMetrics:
+class Registered:
+    """What collectors share: how they are shown in a registry, and no longer."""
+
+    _registry: CollectorRegistry | None = None
+
+    def register(self, registry: CollectorRegistry = REGISTRY) -> None:
+        """Show these metrics in ``registry``, by default the one that KServe's ``/metrics`` reads."""
+        registry.register(self)  # type: ignore[arg-type]  # a collector has collect(), which is the subclass's
+        self._registry = registry
+
+    def unregister(self) -> None:
+        if self._registry is not None:
+            self._registry.unregister(self)  # type: ignore[arg-type]
+            self._registry = None
+
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of time: registering must not call anybody."""
+        return []
+
+
+class EngineMetrics(Registered):
     """A Prometheus collector and an engine ``Observer`` in one.
 
     Args:
@@ -131,17 +151,6 @@ class EngineMetrics:
         self._iteration_tokens = Histogram(ITERATION_TOKEN_BUCKETS)
         self._iteration_sequences = Histogram(SEQUENCE_BUCKETS)
         self._steps = {kind: Histogram(STEP_BUCKETS) for kind in STEP_KINDS}
-        self._registry: CollectorRegistry | None = None
-
-    def register(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """Show these metrics in ``registry``, by default the one that KServe's ``/metrics`` reads."""
-        registry.register(self)
-        self._registry = registry
-
-    def unregister(self) -> None:
-        if self._registry is not None:
-            self._registry.unregister(self)
-            self._registry = None
 
     # Observer, on the engine thread
 
@@ -170,10 +179,6 @@ class EngineMetrics:
                     histogram.observe(value, trace_id)
 
     # Collector, on whichever thread scrapes
-
-    def describe(self) -> list[Metric]:
-        """Nothing ahead of time: registering must not call the engine."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         families = list(self._families(self._stats()))

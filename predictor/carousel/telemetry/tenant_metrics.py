@@ -12,12 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from carousel.engine.meter import RequestUsage
-from carousel.telemetry.metrics import PREFIX
+from carousel.telemetry.metrics import PREFIX, Registered
 from carousel.telemetry.usage import OTHER, Price, Sums, shown_tenant
 from carousel.telemetry.usage_log import UsageLog
 from carousel.tenancy.policy import PolicyFile
@@ -68,7 +67,7 @@ class TopTenants:
         return tenant
 
 
-class TenantMetrics:
+class TenantMetrics(Registered):
     """A Prometheus collector, told of each request's usage and of each refusal.
 
     Args:
@@ -87,21 +86,11 @@ class TenantMetrics:
         self._sums: dict[str, Sums] = {}
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._top = TopTenants(size, self._drop)
-        self._registry: CollectorRegistry | None = None
 
     def _drop(self, tenant: str) -> None:
         self._sums.pop(tenant, None)
         for quota in QUOTAS:
             self._refusals.pop((tenant, quota), None)
-
-    def register(self, registry: CollectorRegistry = REGISTRY) -> None:
-        registry.register(self)
-        self._registry = registry
-
-    def unregister(self) -> None:
-        if self._registry is not None:
-            self._registry.unregister(self)
-            self._registry = None
 
     def __call__(self, usage: RequestUsage) -> None:
         """A request has ended. On the engine thread."""
@@ -113,9 +102,6 @@ class TenantMetrics:
         """A quota has refused a call. On any thread."""
         with self._lock:
             self._refusals[self._top.label(shown_tenant(tenant), 0.0), quota] += 1
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
