@@ -195,6 +195,15 @@ def test_what_to_do_for_streams_by_what_is_done_already() -> None:
     assert advice_of(diagnose(Run(timeline(*steps, target_step_ms=20.0)))) == ("max_batch_tokens", "512", "256")
 
 
+def test_what_decodes_take_alone_is_fitted_where_they_never_are() -> None:
+    short = {"duration_s": 0.012, "num_prefill_tokens": 20}
+    long = {"duration_s": 0.06, "num_prefill_tokens": 500}
+    found = diagnose(Run(timeline(*[short, long] * 20)))
+    assert found.limit == "prefill"
+    assert "one without 12.0 ms: 3.0 x" in found.findings[0].evidence[0]
+    assert diagnose(Run(timeline({**short, "times": 40}))).limit == "none"  # nothing to compare with
+
+
 def test_static_batching_is_named() -> None:
     found = diagnose(Run(timeline({"times": 50, "num_waiting": 3, "obstacle": "group"}, batching="static")))
     assert found.limit == "group"

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from carousel.engine.errors import CarouselError
@@ -44,6 +44,9 @@ WORTH_SAYING = 0.15
 
 LONG_STRETCH = 2.0
 """Steps with prompts that take this many times as long as those without disturb streams."""
+
+FITTED_TOKENS = 64
+"""By how much steps must differ in prompt tokens for their times to tell what one without any would take."""
 
 _GRAIN = 16
 _FULL = 0.95
@@ -307,11 +310,20 @@ def _budget(run: Run) -> Finding | None:
 
 
 def _alone_s(run: Run) -> float:
-    """What a step with nothing but decodes takes; where there was none, the shortest that had any."""
-    alone = [step.duration_s for step in run.steps if step.num_decode_tokens and not step.num_prefill_tokens]
-    if len(alone) >= 5:
+    """What a step with nothing but decodes takes; 0 where the run does not tell.
+
+    The median of such steps, or, where there are hardly any, what a straight line through the others' times over their
+    prompt tokens says of none.
+    """
+    decoding = [step for step in run.steps if step.num_decode_tokens]
+    alone = [step.duration_s for step in decoding if not step.num_prefill_tokens]
+    if len(alone) >= FEWEST_STEPS // 4:
         return median(alone)
-    return min((step.duration_s for step in run.steps if step.num_decode_tokens), default=0.0)
+    sizes, times = [step.num_prefill_tokens for step in decoding], [step.duration_s for step in decoding]
+    if len(decoding) < FEWEST_STEPS or max(sizes) - min(sizes) < FITTED_TOKENS:
+        return 0.0
+    slope, at_none = linear_regression(sizes, times)
+    return max(at_none, min(times)) if slope > 0 else 0.0
 
 
 def _stretch(run: Run) -> float:

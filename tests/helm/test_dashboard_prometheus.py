@@ -24,6 +24,7 @@ from tests.server.harness import Running, serving, wait_until
 GENERATE, STREAM = "/v2/models/tiny/generate", "/v2/models/tiny/generate_stream"
 POLICY = "tenants: {busy: {requests_per_minute: 30, weight: 2}}"
 WINDOW = "10s"
+CLIENT = httpx.Client()
 
 
 def load(running: Running, ended: threading.Event) -> None:
@@ -84,7 +85,7 @@ def _ready(url: str) -> bool:
 
 
 def asked(url: str, query: str) -> list[float]:
-    answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10).json()
+    answer = CLIENT.get(f"{url}/api/v1/query", params={"query": query}, timeout=10).json()
     assert answer["status"] == "success", (query, answer)
     return [float(one["value"][1]) for one in answer["data"]["result"]]
 

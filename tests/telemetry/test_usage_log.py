@@ -204,9 +204,13 @@ def test_a_disk_that_takes_nothing_for_long_loses_the_oldest_and_counts_them(
 WRITER = """
 import sys
 from pathlib import Path
-from tests.telemetry.test_usage_log import PRICE, usage
+from carousel.engine.meter import Amounts, RequestUsage
+from carousel.engine.request import FinishReason
+from carousel.telemetry.usage import Price
 from carousel.telemetry.usage_log import UsageLog
-log = UsageLog(Path(sys.argv[1]), "m", PRICE, max_bytes=200_000)
+def usage(name):
+    return RequestUsage(name, "a", FinishReason.LENGTH, 1, 0, 0.25, 0.5, 1.0, Amounts(device_ns=7))
+log = UsageLog(Path(sys.argv[1]), "m", Price(), max_bytes=200_000)
 number = int(sys.argv[2])
 while True:
     log(usage(str(number)))
