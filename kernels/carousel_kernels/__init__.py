@@ -23,13 +23,24 @@ from .cpu import fallback
 from .int8_weights import QuantizedWeight, quantize_weight
 from .layout import BLOCK_SIZE, BatchLayout
 from .timed import OperatorTimes, TimedBackend
-from .weight_formats import Activations, GroupedWeight, ScaledWeight, grouped_from_awq, grouped_from_gptq, scaled
+from .weight_formats import (
+    Activations,
+    GroupedWeight,
+    PackedWeight,
+    ScaledWeight,
+    grouped_from_awq,
+    grouped_from_gptq,
+    scaled,
+)
 
 __all__ = [
     "BLOCK_SIZE",
     "BatchLayout",
+    "GroupedWeight",
     "OperatorTimes",
+    "PackedWeight",
     "QuantizedWeight",
+    "ScaledWeight",
     "add_lora_",
     "add_rms_norm",
     "available_backends",
@@ -42,6 +53,7 @@ __all__ = [
     "prepare_linear_fp8",
     "prepare_linear_gptq",
     "prepare_linear_int8",
+    "prepare_packed_linear",
     "prepare_quantized_linear",
     "quantize_weight",
     "rms_norm",
@@ -52,6 +64,7 @@ __all__ = [
     "silu_mul_quant",
     "time_operators",
     "token_logprobs",
+    "uniform_linears",
     "use_backend",
     "write_kv",
 ]
@@ -153,6 +166,7 @@ class _Backend(Protocol):
 _BACKENDS: dict[str, _Backend] = {"reference": reference, "cpu": cpu, "cpu-torch": fallback}
 _forced: _Backend | None = None
 _observed: Callable[[_Backend], _Backend] | None = None
+_uniform = False
 
 
 @functools.cache
@@ -210,6 +224,32 @@ def time_operators(times: OperatorTimes) -> Iterator[None]:
         yield
     finally:
         _observed = before
+
+
+@contextmanager
+def uniform_linears() -> Iterator[None]:
+    """Linear layers prepared until the block ends, in any thread, give a row the same result, to the last bit, whatever
+    the other rows are and however many.
+
+    Only the triton backend has such layers: the others raise ValueError when one is prepared.
+    """
+    global _uniform
+    before, _uniform = _uniform, True
+    try:
+        if not _triton_usable():
+            yield
+            return
+        with importlib.import_module(".triton.linear", __name__).uniform_layers():
+            yield
+    finally:
+        _uniform = before
+
+
+def _preparing(weight: torch.Tensor) -> _Backend:
+    """The backend that a linear layer is prepared by."""
+    if _uniform and not (_triton_usable() and _chosen(weight) is _triton()):
+        raise ValueError("uniform_linears: got a weight on the CPU, allowed: weights of the triton backend")
+    return _backend(weight)
 
 
 def _backend(tensor: torch.Tensor) -> _Backend:
@@ -348,7 +388,7 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Ca
 
     It may keep a packed copy of the weight instead of the weight itself; do not change ``weight`` later.
     """
-    return _backend(weight).prepare_linear(weight, bias)
+    return _preparing(weight).prepare_linear(weight, bias)
 
 
 def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -358,7 +398,7 @@ def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> 
 
     Only the CPU's backends are fast; all others compute it as the reference does.
     """
-    return _backend(weight.codes).prepare_quantized_linear(weight, wide=wide)
+    return _preparing(weight.codes).prepare_quantized_linear(weight, wide=wide)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int) -> torch.Tensor:
@@ -404,6 +444,19 @@ def token_logprobs(
     return _backend(logits).token_logprobs(logits, token_ids, num_top)
 
 
+def prepare_packed_linear(
+    weight: PackedWeight, bias: torch.Tensor | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function x [T, K] -> x @ weight.T + bias [T, N] of x's dtype, for a weight that is quantised, see
+    ``weight_formats``; the CPU keeps it in float32.
+
+    Raises ValueError for FP8 activations on a GPU that cannot multiply e4m3.
+    """
+    if isinstance(weight, GroupedWeight):
+        return _preparing(weight.q).prepare_grouped_linear(weight, bias)
+    return _preparing(weight.q).prepare_scaled_linear(weight, bias)
+
+
 def prepare_linear_gptq(
     qweight: torch.Tensor,
     qzeros: torch.Tensor,
@@ -432,7 +485,7 @@ def prepare_linear_gptq(
     weight = grouped_from_gptq(
         qweight, qzeros, scales, g_idx, bits=bits, group_size=group_size, zero_offset=zero_offset
     )
-    return _backend(qweight).prepare_grouped_linear(weight, bias)
+    return prepare_packed_linear(weight, bias)
 
 
 def prepare_linear_awq(
@@ -445,9 +498,7 @@ def prepare_linear_awq(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """As ``prepare_linear_gptq``, for a 4-bit weight as AWQ stores it: qweight int32 [K, N / 8], qzeros int32
     [K / group_size, N / 8], both in AWQ's order of eight output features, scales [K / group_size, N]."""
-    return _backend(qweight).prepare_grouped_linear(
-        grouped_from_awq(qweight, qzeros, scales, group_size=group_size), bias
-    )
+    return prepare_packed_linear(grouped_from_awq(qweight, qzeros, scales, group_size=group_size), bias)
 
 
 def prepare_linear_fp8(
@@ -460,14 +511,14 @@ def prepare_linear_fp8(
 
     Raises ValueError for other shapes and values, and for "quantize" on a GPU that cannot multiply e4m3.
     """
-    return _backend(weight).prepare_scaled_linear(scaled(weight, scale, activations), bias)
+    return prepare_packed_linear(scaled(weight, scale, activations), bias)
 
 
 def prepare_linear_int8(
     weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, *, activations: Activations = "keep"
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """As ``prepare_linear_fp8``, for weight int8 [N, K]; "quantize" rounds each row of x to int8."""
-    return _backend(weight).prepare_scaled_linear(scaled(weight, scale, activations), bias)
+    return prepare_packed_linear(scaled(weight, scale, activations), bias)
 
 
 def add_lora_(

@@ -27,8 +27,9 @@ class BatchLayout:
             negative slot, and a decode of context length 0, as padding, which CUDA graphs need.
         query_lens_host, context_lens_host: the same lengths as Python ints, so that no backend must synchronise.
         num_decodes: how many leading sequences have exactly one new token.
-        deterministic: a token's attention must not depend, not in one bit, on what else is in the batch. Only the
-            triton backend, which otherwise splits a sequence as the batch asks for, takes notice.
+        deterministic: a token's attention must not depend, not in one bit, on what else is in the batch, nor on which
+            of the tokens before it are computed with it. Only the triton backend takes notice; it otherwise splits a
+            sequence as the batch asks for.
         plan: what a backend derived from this layout, kept so that it is derived once per step and not once per layer.
     """
 

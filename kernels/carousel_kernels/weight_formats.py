@@ -11,18 +11,31 @@ weight = scale * (q - zero). They differ in how the integers lie in 32-bit words
 - AWQ: 4 bits; ``qweight`` int32 [K, N / 8] and ``qzeros`` int32 [G, N / 8]; a word holds eight *output* features, of
   which the i-th from the lowest bits is number (0, 2, 4, 6, 1, 3, 5, 7)[i]. Zero points are stored as they are.
 
-FP8 and int8 weights are stored plainly, [N, K], with one scale per tensor or per output feature.
+FP8 and int8 weights are stored plainly, [N, K], with one scale per tensor, per output feature or, as in DeepSeek-V3's
+checkpoints, per block of 128 output and 128 input features. compressed-tensors packs integers of 4 bits as int32
+[N, K / 8], each plus 8, the first input feature in the lowest bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-__all__ = ["Activations", "GroupedWeight", "Linear", "ScaledWeight", "grouped_from_awq", "grouped_from_gptq", "scaled"]
+__all__ = [
+    "Activations",
+    "GroupedWeight",
+    "Linear",
+    "PackedWeight",
+    "ScaledWeight",
+    "grouped_from_awq",
+    "grouped_from_gptq",
+    "grouped_from_packed",
+    "scaled",
+    "scaled_by_blocks",
+]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -62,24 +75,99 @@ class GroupedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
+    def part(self, dim: int, begin: int, end: int) -> GroupedWeight:
+        """Output features (``dim`` 0) or input features (1) [begin, end).
+
+        Raises ValueError for input features that are no whole groups, or that were quantised in another order.
+        """
+        if dim == 0:
+            scales, zeros = self.scales[:, begin:end].contiguous(), self.zeros[:, begin:end].contiguous()
+            return replace(self, q=self.q[begin:end].contiguous(), scales=scales, zeros=zeros)
+        if (begin, end) == (0, self.q.shape[1]):
+            return self
+        _require(self.order is None, "input features", "a part of a weight in act order", "all of them")
+        groups = _groups(begin, end, self.group_size)
+        q = self.q[:, begin:end].contiguous()
+        return replace(self, q=q, scales=self.scales[groups].contiguous(), zeros=self.zeros[groups].contiguous())
+
+    def times(self, factor: float) -> GroupedWeight:
+        """The weight times a number."""
+        return self if factor == 1.0 else replace(self, scales=self.scales.float() * factor)
+
+    @staticmethod
+    def stacked(weights: Sequence[GroupedWeight]) -> GroupedWeight | None:
+        """Output features of several weights; None if they do not go together."""
+        first = weights[0]
+        for other in weights[1:]:
+            alike = (other.group_size, other.bits, other.scales.dtype) == (
+                first.group_size, first.bits, first.scales.dtype)  # fmt: skip
+            same = other.order is first.order or (
+                other.order is not None and first.order is not None and torch.equal(other.order, first.order)
+            )
+            if not (alike and same):
+                return None
+        return replace(
+            first,
+            q=torch.cat([weight.q for weight in weights]),
+            scales=torch.cat([weight.scales for weight in weights], dim=1),
+            zeros=torch.cat([weight.zeros for weight in weights], dim=1),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """weight[n, k] = q[n, k] * scales[n].
+    """weight[n, k] = q[n, k] * scales[n], or, with a group size, * scales[k // group_size, n].
 
     Attributes:
         q: float8_e4m3fn or int8 [N, K].
-        scales: float32 [N].
+        scales: float32 [N], or [K / group_size, N].
         activations: see ``Activations``.
+        group_size: input features per scale, a multiple of 32 that divides K; 0: all.
     """
 
     q: torch.Tensor
     scales: torch.Tensor
     activations: Activations
+    group_size: int = 0
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in ``dtype``, computed in float32."""
+        if self.group_size:
+            return (self.q.float() * self.scales.repeat_interleave(self.group_size, dim=0).T).to(dtype)
         return (self.q.float() * self.scales.unsqueeze(1)).to(dtype)
+
+    def part(self, dim: int, begin: int, end: int) -> ScaledWeight:
+        """As ``GroupedWeight.part``."""
+        if dim == 0:
+            scales = self.scales[..., begin:end].contiguous()
+            return replace(self, q=self.q[begin:end].contiguous(), scales=scales)
+        q = self.q[:, begin:end].contiguous()
+        if not self.group_size:
+            return replace(self, q=q)
+        return replace(self, q=q, scales=self.scales[_groups(begin, end, self.group_size)].contiguous())
+
+    def times(self, factor: float) -> ScaledWeight:
+        """The weight times a number."""
+        return self if factor == 1.0 else replace(self, scales=self.scales * factor)
+
+    @staticmethod
+    def stacked(weights: Sequence[ScaledWeight]) -> ScaledWeight | None:
+        """As ``GroupedWeight.stacked``."""
+        first = weights[0]
+        kinds = {(weight.q.dtype, weight.activations, weight.group_size) for weight in weights}
+        if len(kinds) > 1:
+            return None
+        q = torch.cat([weight.q.view(torch.uint8) for weight in weights]).view(first.q.dtype)
+        return replace(first, q=q, scales=torch.cat([weight.scales for weight in weights], dim=-1))
+
+
+PackedWeight = GroupedWeight | ScaledWeight
+
+
+def _groups(begin: int, end: int, size: int) -> slice:
+    whole = begin % size == 0 and end % size == 0
+    _require(whole, "input features", f"{begin} to {end}", f"whole groups of {size}")
+    return slice(begin // size, end // size)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
@@ -161,3 +249,31 @@ def scaled(weight: torch.Tensor, scale: torch.Tensor, activations: Activations) 
     _require(scale.numel() in (1, outputs), "elements of scale", scale.numel(), f"1, {outputs}")
     scales = scale.float().reshape(-1).expand(outputs).contiguous()
     return ScaledWeight(weight.contiguous(), scales, activations)
+
+
+def scaled_by_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> ScaledWeight:
+    """FP8 with a scale per block: scale [N / block[0], K / block[1]], rounded up. Raises ValueError."""
+    outputs, features = weight.shape
+    rows, columns = block
+    _require(weight.dtype == torch.float8_e4m3fn, "dtype of weight", weight.dtype, "float8_e4m3fn")
+    size = _group_size(columns, features)
+    _check_table("scale", scale, (-(-outputs // rows), features // size))
+    scales = scale.float().repeat_interleave(rows, dim=0)[:outputs].T.contiguous()
+    return ScaledWeight(weight.contiguous(), scales, "keep", size)
+
+
+def grouped_from_packed(
+    packed: torch.Tensor, scales: torch.Tensor, *, bits: int, group_size: int, features: int
+) -> GroupedWeight:
+    """Unpack compressed-tensors' symmetric integers: packed int32 [N, K * bits / 32], scales [N, K / group_size].
+
+    ``features`` is K. Raises ValueError.
+    """
+    _require(bits in (4, 8), "bits", bits, "4, 8")
+    outputs = packed.shape[0]
+    size = _group_size(group_size, features)
+    _check_table("weight_packed", packed, (outputs, -(-features * bits // 32)))
+    _check_table("weight_scale", scales, (outputs, features // size))
+    q = _unpack(packed, bits).flatten(1)[:, :features].contiguous()
+    table = scales.T.contiguous()
+    return GroupedWeight(q, table, torch.full_like(table, 2 ** (bits - 1), dtype=torch.int16), None, size, bits)

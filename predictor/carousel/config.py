@@ -169,6 +169,18 @@ class Settings:
         (CPU only), made once and kept in the cache; none, in --dtype; auto: none.""",
         group=_MODEL, choices=("auto", "none", "int8"),
     )  # fmt: skip
+    tensor_parallel_size: int = option(
+        1, INTEGER,
+        """Devices among which the model is split, one process each: the first so many GPUs, or on the CPU so many
+        shares of its threads.""",
+        unit="devices", group=_MODEL, low=1, high=64,
+    )  # fmt: skip
+    deterministic: bool = option(
+        False, SWITCH,
+        """Whether equal requests get equal answers to the last bit, whatever else is in the batch; slower. GPUs only:
+        on the CPU the matrix library rounds as the number of rows suits it.""",
+        group=_MODEL,
+    )  # fmt: skip
     threads: int = option(
         0,
         INTEGER,
@@ -325,6 +337,12 @@ class Settings:
         group=_BATCH,
         allowed="a size of at least 1MiB, such as 1.5GiB, or a fraction above 0, at most 0.95, such as 0.4",
     )
+    kv_cache_dtype: str = option(
+        "auto", TEXT,
+        """Type of cached keys and values: auto, that of the activations; fp8 (e4m3), half of bfloat16's memory, and
+        less exact (GPUs only).""",
+        group=_BATCH, choices=("auto", "fp8"),
+    )  # fmt: skip
     prefix_caching: bool = option(
         True,
         SWITCH,
@@ -504,8 +522,8 @@ class Settings:
 
     @property
     def num_threads(self) -> int:
-        """``threads``, or what this process may use when that is 0."""
-        return self.threads or available_cpus()
+        """``threads``, or what this process may use when that is 0: with further ones of its kind, its share."""
+        return self.threads or max(1, available_cpus() // self.tensor_parallel_size)
 
     @property
     def asks_who(self) -> bool:

@@ -84,6 +84,23 @@ def cross_checks(settings: Settings) -> Iterable[Problem]:
         )
     if s.device.startswith("cuda") and s.quantization == "int8":
         yield Problem(("device", "quantization"), "--quantization int8 runs on --device cpu only: choose none, or auto")
+    if s.tensor_parallel_size > 1 and ":" in s.device:
+        yield Problem(
+            ("device", "tensor_parallel_size"),
+            f"--tensor-parallel-size {s.tensor_parallel_size} takes the first GPUs, not {s.device}: choose --device "
+            "cuda, and which GPUs are visible by CUDA_VISIBLE_DEVICES",
+        )
+    if s.tensor_parallel_size > 1 and s.deterministic:
+        yield Problem(
+            ("tensor_parallel_size", "deterministic"),
+            "--deterministic runs on one device only: libraries add what several have as the amount suits them",
+        )
+    if s.kv_cache_dtype != "auto" and s.device == "cpu":
+        yield Problem(
+            ("device", "kv_cache_dtype"), f"--kv-cache-dtype {s.kv_cache_dtype} runs on GPUs only, and --device is cpu"
+        )
+    if s.deterministic and s.device == "cpu":
+        yield Problem(("device", "deterministic"), "--deterministic runs on GPUs only, and --device is cpu")
     if "://" not in s.model and not Path(s.model).expanduser().exists():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", s.model)
         hint = f"; a model of the Hugging Face Hub is written hf://{s.model}" if hub else ""

@@ -14,6 +14,7 @@ from carousel.engine.errors import EngineUnavailable
 if TYPE_CHECKING:
     from carousel.engine.engine import Engine
     from carousel.models.loader import LoadedModel
+    from carousel.models.parallel import Ranks
 
 
 @contextlib.contextmanager
@@ -66,18 +67,59 @@ def load(path: Path, settings: Settings) -> LoadedModel:
     Raises:
         ModelLoadError: it cannot be read.
         UnsupportedModel: its architecture is not supported.
-        EngineUnavailable: the device is not there.
+        EngineUnavailable: the device is not there, or cannot do what was asked.
+        RankLost: a process of ``tensor_parallel_size`` has ended.
     """
+    device = pick_device(settings.device)
+    for flag, wanted in (
+        ("--deterministic", settings.deterministic),
+        (f"--kv-cache-dtype {settings.kv_cache_dtype}", settings.kv_cache_dtype != "auto"),
+    ):
+        if wanted and device == "cpu":
+            raise EngineUnavailable(f"{flag} runs on GPUs only, and torch finds none here")
+    if settings.tensor_parallel_size == 1:
+        return load_part(path, settings, device)
+    return _load_split(path, settings, device)
+
+
+def _load_split(path: Path, settings: Settings, device: str) -> LoadedModel:
+    """With a process for each further rank."""
+    from dataclasses import replace
+
+    from carousel.rank_processes import RankProcesses
+
+    if device != "cpu":
+        import torch
+
+        size, count = settings.tensor_parallel_size, torch.cuda.device_count()
+        if size > count:
+            raise EngineUnavailable(f"--tensor-parallel-size {size}: a GPU for each is needed, torch finds {count}")
+    processes = RankProcesses(settings, path, device)
+    try:
+        ranks = processes.join()
+        model = load_part(path, settings, processes.device, ranks)
+        processes.loaded()
+    except BaseException:
+        processes.stop()
+        raise
+    return replace(model, ranks=processes)
+
+
+def load_part(path: Path, settings: Settings, device: str, ranks: Ranks | None = None) -> LoadedModel:
+    """Load the model, or what one of several ranks holds of it, onto a device; raises what :func:`load` does."""
     from carousel.models.fetch.cache import default_cache
     from carousel.models.loader import load_model
 
     return load_model(
         path,
-        device=pick_device(settings.device),
+        device=device,
         dtype=settings.dtype,
         quantization=settings.quantization,
         cache_dir=settings.cache_dir or default_cache(),
         max_model_len=settings.max_model_len or None,
+        deterministic=settings.deterministic,
+        kv_dtype=settings.kv_cache_dtype,
+        ranks=ranks,
     )
 
 

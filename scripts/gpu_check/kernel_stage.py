@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,7 @@ def _checks(session: Session) -> Iterator[Check]:
         yield from _attention(device, torch.float32, 16, [(4, 2)], tiny, features=True)
         yield from _elementwise(device, torch.float32, tiny)
         yield from _linear(device, torch.float32, tiny)
+        yield from _uniform(device, torch.float32, 16, tiny)
     else:  # every variant of a kernel is a second of compiling
         for dim in (64, 128, 256):
             yield from _attention(device, torch.bfloat16, dim, [(32, 8)], tiny, features=False)
@@ -114,6 +116,8 @@ def _checks(session: Session) -> Iterator[Check]:
         yield from _attention(device, torch.float16, 128, [(32, 8)], tiny, features=False)
         yield from _elementwise(device, torch.bfloat16, tiny)
         yield from _linear(device, torch.bfloat16, tiny)
+        for dim in (64, 128, 256):
+            yield from _uniform(device, torch.bfloat16, dim, tiny)
     yield from _sampling(device, tiny)
 
 
@@ -137,6 +141,44 @@ def _attention(
                     label = f"attention {name} {dtype} D{dim} {heads}/{kv_heads} cache {cache} {feature or ''}".strip()
                     call = _operator("paged_attention", q, keys, values, layout, scale=dim**-0.5, **feature)
                     yield label, call, _ROUNDING[dtype]
+
+
+def _uniform(device: torch.device, dtype: torch.dtype, dim: int, tiny: bool) -> Iterator[Check]:
+    """The deterministic mode: how many values of a token computed alone differ from those of the same token computed
+    with others. In the interpreter some do, since numpy's products depend on the row."""
+    tolerance, length = (float("inf"), 40) if tiny else (0.0, 2500)
+    layout = _layout([(0, length)], device)
+    shape = (layout.block_tables.numel(), BLOCK_SIZE, 2, dim)
+    keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(length, 8, dim, device=device, dtype=dtype)
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        part = dataclasses.replace(
+            layout, query_start=torch.tensor([0, last - first], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([last], dtype=torch.int32, device=device), slots=layout.slots[first:last],
+            query_lens_host=[last - first], context_lens_host=[last], num_decodes=int(last - first == 1),
+            deterministic=True, plan=None,
+        )  # fmt: skip
+        return ck.paged_attention(q[first:last], keys, values, part, scale=dim**-0.5)
+
+    def attention() -> int:
+        whole = attend(0, length)
+        parts = ((length - 1, length), (length // 3, length // 2), (length // 2, length), (0, 1))
+        return sum(int((attend(a, b) != whole[a:b]).sum()) for a, b in parts)
+
+    def linear() -> int:
+        x = torch.randn(length, 256, device=device, dtype=dtype)
+        with ck.uniform_linears():
+            layer = ck.prepare_linear(torch.randn(96, 256, device=device, dtype=dtype))
+        whole = layer(x)
+        return sum(int((layer(x[a:b]) != whole[a:b]).sum()) for a, b in ((0, 1), (5, 22), (7, length)))
+
+    for name, count in (("attention", attention), ("linear", linear)):
+        yield f"deterministic {name} {dtype} D{dim}", _counted(count), tolerance
+
+
+def _counted(count: Callable[[], int]) -> Callable[[Any], Result]:
+    return lambda on: torch.tensor(0 if on is reference else count())
 
 
 def _elementwise(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Check]:

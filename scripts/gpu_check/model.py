@@ -40,6 +40,7 @@ class Loaded:
     max_model_len: int
     tokenizer: Numbers = field(default_factory=Numbers)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    ranks: None = None
 
 
 class Session:

@@ -12,6 +12,7 @@ from tests.engine.test_engine import PROMPTS, greedy
 from tests.engine.tiny import VOCAB, kv_memory, started_engine, tiny_model
 
 from carousel.engine.device import Device, explain
+from carousel.engine.errors import InvalidRequest
 from carousel.engine.graph_runner import NUM_SCRATCH_BLOCKS, GraphRunner, bucket_sizes
 from carousel.engine.memory_profile import worst_step
 from carousel_kernels.layout import BLOCK_SIZE
@@ -102,16 +103,16 @@ def test_no_bucket_without_rows() -> None:
 def test_padding_rows_write_to_scratch_alone(recording: RecordingDevice) -> None:
     decoder = tiny_model().decoder
     runner = GraphRunner(decoder, 8, 4, 64, max_rows=4, device=recording)
-    for keys, values in runner._kv_cache:
+    for keys, values in runner._graphs.kv_cache:
         assert keys.shape[0] == 8 + NUM_SCRATCH_BLOCKS
         keys.fill_(7.0)
         values.fill_(7.0)
     runner.capture()
-    for bucket in runner._buckets:
+    for bucket in runner._graphs.buckets:
         bucket.replay()
         assert int(bucket.layout.slots.min()) >= 8 * BLOCK_SIZE
         assert len(set(bucket.layout.slots.tolist())) == bucket.size
-    for keys, values in runner._kv_cache:
+    for keys, values in runner._graphs.kv_cache:
         assert bool((keys[:8] == 7.0).all())
         assert bool((values[:8] == 7.0).all())
         assert not bool((keys[8:] == 7.0).all())
@@ -133,7 +134,7 @@ class MeasuringDevice(RecordingDevice):
 
 def test_the_kv_pool_takes_what_the_largest_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 64 * 16 * tiny_model().decoder.kv_bytes_per_token
-    monkeypatch.setattr("carousel.engine.engine.free_memory", lambda _: free)
+    monkeypatch.setattr("carousel.engine.device.free_memory", lambda _: free)
     blocks = {}
     for peak in (0, free // 2):
         device = MeasuringDevice(peak)
@@ -143,6 +144,16 @@ def test_the_kv_pool_takes_what_the_largest_steps_leave(monkeypatch: pytest.Monk
         engine.stop()
         assert device.measured == 1
     assert blocks == {0: 32, free // 2: 16}
+
+
+def test_a_start_that_leaves_no_room_for_the_largest_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was recorded has taken memory since the pool was sized: better an error now than under load."""
+    free = iter([64 * 2**20, 2**20])
+    monkeypatch.setattr("carousel.engine.device.free_memory", lambda _: next(free))
+    device = MeasuringDevice(2 * 2**20)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
+    with pytest.raises(InvalidRequest, match=r"--kv-cache-memory: got '0\.5', allowed: 0\.00 GiB less"):
+        started_engine(kv_cache_memory="0.5")
 
 
 def test_the_largest_step_computes_logits_of_every_prompt_token_and_samples_every_row() -> None:

@@ -6,14 +6,21 @@ are compared with those of the reference backend, each computed alone, token by 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib.util
+from unittest.mock import patch
 
 import pytest
 import torch
 from tests.engine.test_engine import answers, greedy, prompt, settled
-from tests.engine.tiny import kv_memory, started_engine
+from tests.engine.tiny import kv_memory, started_engine, tiny_model
 
 import carousel_kernels as ck
+from carousel.config import Settings, SettingsError, load_settings
+from carousel.engine.errors import EngineUnavailable
+from carousel.engine.sampler import Sampler
+from carousel.standalone import load
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheels for this system"),
@@ -64,3 +71,35 @@ async def test_alone_and_with_a_warm_prefix_cache() -> None:
             assert (await settled(engine)).prefix_cache_hits > 0
         finally:
             engine.stop()
+
+
+async def test_with_keys_and_values_in_fp8() -> None:
+    """Half or a quarter of the memory, and nearly the same logits: two blocks of such a pool are one of the other."""
+    model = tiny_model()
+    halved = copy.copy(model.decoder)
+    halved.kv_dtype = torch.float8_e4m3fn
+    assert halved.kv_bytes_per_token * 4 == model.decoder.kv_bytes_per_token
+    seen: list[torch.Tensor] = []
+    launch = Sampler.launch
+
+    def noted(self: Sampler, logits: torch.Tensor, *arguments: object) -> object:
+        seen.append(logits.clone())
+        return launch(self, logits, *arguments)  # type: ignore[arg-type]
+
+    for decoder in (model.decoder, halved):
+        with ck.use_backend("triton"):
+            engine = started_engine(dataclasses.replace(model, decoder=decoder), max_batch_tokens=32)
+            try:
+                with patch.object(Sampler, "launch", noted):
+                    await answers(engine, [greedy(prompt(30), 1)])
+            finally:
+                engine.stop()
+    exact, rounded = seen
+    assert 0 < float((exact - rounded).abs().max()) < 0.1 * float(exact.abs().max())
+
+
+def test_fp8_is_refused_where_it_does_not_run() -> None:
+    with pytest.raises(SettingsError, match="--kv-cache-dtype fp8 runs on GPUs only, and --device is cpu"):
+        load_settings(["--device", "cpu", "--kv-cache-dtype", "fp8"], {})
+    with pytest.raises(EngineUnavailable, match="--kv-cache-dtype fp8 runs on GPUs only, and torch finds none here"):
+        load(tiny_model().path, Settings(kv_cache_dtype="fp8"))

@@ -24,21 +24,23 @@ VOCAB = 320
 MAX_LEN = 512
 
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "tie_word_embeddings": False,
+}
+"""Of the model, as its config.json would have it."""
+
+
 def _config() -> DecoderConfig:
-    return decoder_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": MAX_LEN,
-            "tie_word_embeddings": False,
-        }
-    )
+    return decoder_config(CONFIG)
 
 
 def _weights(config: DecoderConfig) -> dict[str, torch.Tensor]:
@@ -103,9 +105,9 @@ def tiny_settings(**changes: object) -> Settings:
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
-def started_engine(**changes: object) -> Engine:
-    """A running engine on the tiny model. Stop it."""
-    engine = Engine(tiny_model(), tiny_settings(**changes))
+def started_engine(model: LoadedModel | None = None, **changes: object) -> Engine:
+    """A running engine on the tiny model, or another. Stop it."""
+    engine = Engine(model or tiny_model(), tiny_settings(**changes))
     # A tiny model's blocks are tiny: pools of a few of them, which make preemptions, are below the smallest setting.
     with patch("carousel.config.MIN_KV_CACHE_BYTES", 1):
         engine.start()

@@ -44,6 +44,10 @@ CONTRADICTIONS: list[tuple[Doc, tuple[str, ...]]] = [
     ({"scaler": {"activator": {"enabled": True}}}, ("scaler.activator.enabled", "autoscaling.type")),
     (merged(KEDA, {"scaler": {"activator": {"enabled": True, "port": 9096}}}), ("scaler.activator.port 9096",)),
     ({"gpu": {"enabled": True}, "settings": {"device": "cpu"}}, ("settings.device", "gpu.enabled")),
+    (
+        {"gpu": {"enabled": True, "resource": "nvidia.com/mig-1g.10gb"}, "settings": {"tensor_parallel_size": 2}},
+        ("settings.tensor_parallel_size", "gpu.resource"),
+    ),
     ({"settings": {"device": "cuda"}}, ("settings.device", "gpu.enabled")),
     ({"runtimeClassName": "nvidia"}, ("runtimeClassName", "gpu.enabled")),
     ({"tls": {"secretName": "a"}, "settings": {"tls_key": "/k"}}, ("settings.tls_key", "tls.secretName")),

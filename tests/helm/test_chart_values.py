@@ -301,6 +301,16 @@ def test_a_gpu_is_asked_for_and_tolerated() -> None:
     assert "tolerations" not in predictor(render())
 
 
+def test_a_model_that_is_split_gets_as_many_gpus_and_memory_to_share() -> None:
+    spec = predictor(render({"gpu": {"enabled": True}, "settings": {"tensor_parallel_size": 4}}))
+    (container,) = spec["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert {"name": "CAROUSEL_TENSOR_PARALLEL_SIZE", "value": "4"} in container["env"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in spec["volumes"]
+    assert "shm" not in str(predictor(render({"gpu": {"enabled": True}})))
+
+
 def test_images() -> None:
     assert container()["image"] == "carousel:cpu"
     assert container({"image": {"repository": "host:5000/a/b", "tag": "1"}})["image"] == "host:5000/a/b:1"

@@ -12,6 +12,7 @@ import carousel_kernels as ck
 from carousel_kernels.bench import __main__ as tool
 from carousel_kernels.bench import report, tune
 from carousel_kernels.bench.cases import TINY, Sizes, cases
+from carousel_kernels.triton import config
 
 TINY_ON_CPU = ["--tiny", "--device", "cpu", "--seconds", "0.0001"]
 
@@ -86,7 +87,41 @@ def test_tuning_needs_a_gpu_and_tries_what_a_device_can_run(capsys: pytest.Captu
     assert tool.main(["--device", "cpu", "--tune"]) == 2
     assert "--tune: got a CPU" in capsys.readouterr().err
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = json.loads(tune.tune(device, seconds=0.0001, tiny=True, write=False))
+    found = json.loads(tune.tune(device, seconds=0.0001, tiny=True, path=None))
     (entries,) = found.values()
-    assert entries["decode"] == {"fp32 D16": {"block_n": 16, "num_warps": 2, "num_stages": 2}}
-    assert entries["prefill"] == {"fp32 D16": {"block_n": 32, "block_m": 64, "num_warps": 4, "num_stages": 2}}
+    assert set(entries["decode"]["fp32 D16"]) == {"block_n", "num_warps", "num_stages"}
+    assert set(entries["prefill"]["fp32 D16"]) == {"block_n", "block_m", "num_warps", "num_stages"}
+
+
+def test_the_fastest_configurations_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of made-up times: the fastest wins if it is faster than the rule by more than noise, and what cannot
+    run is left out; other devices' entries stay, this one's old ones go."""
+    rule = config.decode_config(config.target_of(torch.device("cpu")), torch.bfloat16, 64, 4)
+    tried: list[tuple[str, dict[str, int]]] = []
+
+    def timed(timer: object, sizes: Sizes, kernel: str, cache: torch.dtype) -> float | None:
+        entry = config.tuned.args[0]  # type: ignore[attr-defined]
+        tried.append((kernel, entry))
+        if kernel == "prefill" or entry["num_warps"] == 8:
+            return None
+        if cache != torch.bfloat16:  # nothing is faster than the rule by more than noise
+            return 1.0 if entry["block_n"] == rule.block_n and entry["num_warps"] == rule.num_warps else 0.99
+        return 0.5 if entry == {"block_n": 32, "num_warps": 2, "num_stages": 5} else 1.0 + sizes.dim
+
+    monkeypatch.setattr(tune, "_time", timed)
+    table = tmp_path / "tuned.json"
+    table.write_text(json.dumps({"Other": {"decode": {}}, "interpreter": {"decode": {"old": {}}}}))
+    before = config.tuned
+    tune.tune(torch.device("cpu"), seconds=0.0, tiny=False, path=table)
+    assert config.tuned is before
+    whole = json.loads(table.read_text())
+    assert whole["Other"] == {"decode": {}}
+    found = whole["interpreter"]
+    assert set(found) == {"decode"}
+    assert found["decode"]["bf16 D64"] == {"block_n": 32, "num_warps": 2, "num_stages": 5}
+    expected = {"block_n": rule.block_n, "num_warps": rule.num_warps, "num_stages": rule.num_stages}
+    assert found["decode"]["fp8 D64"] == expected
+    assert len(tried) == len({(kernel, *sorted(entry.items())) for kernel, entry in tried}) * 6
+    monkeypatch.setattr(config, "_table", lambda: whole)
+    used = config.decode_config(config.target_of(torch.device("cpu")), torch.bfloat16, 64, 4)
+    assert (used.block_n, used.num_warps, used.num_stages) == (32, 2, 5)

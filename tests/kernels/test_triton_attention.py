@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.batches import Batch, make_batch
+from tests.kernels.devices import products_by_row
 
 import carousel_kernels as ck
 from carousel_kernels import BLOCK_SIZE, BatchLayout
@@ -212,9 +214,17 @@ def subset(batch: Batch, chosen: list[int]) -> Batch:
     return dataclasses.replace(batch, q=batch.q[chosen], layout=smaller)
 
 
+@pytest.fixture
+def splits_of_256(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Splits enough of contexts that the interpreter can take."""
+    monkeypatch.setattr(config, "DETERMINISTIC_SPLIT", 256)
+    with products_by_row():
+        yield
+
+
+@pytest.mark.usefixtures("splits_of_256")
 @pytest.mark.parametrize("window", [None, 300])
-def test_deterministic_decodes_do_not_depend_on_the_batch(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "DETERMINISTIC_SPLIT", 256)  # splits enough of contexts that the interpreter can take
+def test_deterministic_decodes_do_not_depend_on_the_batch(window: int | None) -> None:
     contexts = [640, 1, 256, 257, 33, 500, 64, 300]
     batch = make_batch([(c - 1, 1) for c in contexts], num_heads=4, num_kv_heads=2, dim=32)
     batch.layout.deterministic = True
@@ -236,36 +246,49 @@ def test_without_it_splits_follow_the_batch() -> None:
     assert not torch.equal(alone, attend(batch, scale=0.2)[:1])
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_deterministic_chunks_do_not_depend_on_where_they_begin(window: int | None) -> None:
-    """Chunks begin where tiles of queries do (32 tokens of 2 heads): numpy's products, not a GPU's, differ by row."""
-    whole = make_batch([(0, 150)], num_heads=4, num_kv_heads=2, dim=32)
+def chunk(whole: Batch, first: int, last: int) -> Batch:
+    """The tokens [first, last) of a batch of one sequence, the ones before them in the cache."""
+    layout = dataclasses.replace(
+        whole.layout,
+        query_start=torch.tensor([0, last - first], dtype=torch.int32),
+        context_lens=torch.tensor([last], dtype=torch.int32),
+        slots=whole.layout.slots[first:last],
+        query_lens_host=[last - first],
+        context_lens_host=[last],
+        num_decodes=int(last - first == 1),
+    )
+    return dataclasses.replace(whole, q=whole.q[first:last], layout=layout)
+
+
+@pytest.mark.usefixtures("splits_of_256")
+@pytest.mark.parametrize(("cache_dtype", "options"), [
+    (torch.float32, {}),
+    (torch.float32, {"sliding_window": 50, "sinks": torch.tensor([0.1, 2.0, -1.0, 0.0])}),
+    (torch.float32, {"sliding_window": 290, "softcap": 3.0}),
+    (FP8, {"k_scale": 0.5, "v_scale": 3.0}),
+])  # fmt: skip
+def test_deterministic_chunks_and_decodes_are_alike(cache_dtype: torch.dtype, options: dict[str, object]) -> None:
+    """The prompt computed at once, in chunks that begin anywhere, and token by token: the same bits."""
+    whole = make_batch([(0, 600)], num_heads=4, num_kv_heads=2, dim=32, cache_dtype=cache_dtype)
     whole.layout.deterministic = True
-    expected = attend(whole, scale=0.2, sliding_window=window)
-    for first, last in ((0, 70), (96, 131), (128, 150), (32, 35)):
-        layout = dataclasses.replace(
-            whole.layout,
-            query_start=torch.tensor([0, last - first], dtype=torch.int32),
-            context_lens=torch.tensor([last], dtype=torch.int32),
-            slots=whole.layout.slots[first:last],
-            query_lens_host=[last - first],
-            context_lens_host=[last],
-        )
-        part = dataclasses.replace(whole, q=whole.q[first:last], layout=layout)
-        assert torch.equal(attend(part, scale=0.2, sliding_window=window), expected[first:last])
+    options = {"scale": 0.2, **options}
+    expected = attend(whole, **options)
+    assert_close(expected, reference(whole, **options))
+    for first, last in ((0, 70), (69, 131), (255, 257), (599, 600), (130, 131), (256, 257), (255, 256), (0, 1)):
+        assert torch.equal(attend(chunk(whole, first, last), **options), expected[first:last])
 
 
 # --- The work list
 
 
-def plan(contexts: list[int], capacity: int, max_items: int, *, window: int = 0, fixed: int = 0, tile: int = 16,
+def plan(contexts: list[int], capacity: int, max_items: int, *, window: int = 0, tile: int = 16,
          shortest: int = 2) -> tuple[list[list[int]], list[int]]:  # fmt: skip
     """Items and offsets, of a block of 8 sequences at a time."""
     items = torch.full((max_items, 4), 77, dtype=torch.int32, device=DEVICE)
     offsets = torch.zeros(len(contexts) + 1, dtype=torch.int32, device=DEVICE)
     plan_kernel[(1,)](
         torch.tensor(contexts, dtype=torch.int32, device=DEVICE), items, offsets, len(contexts), capacity, max_items,
-        window, FIXED=fixed, SHORTEST=shortest, BLOCK_N=tile, WINDOW=window > 0, BLOCK_S=8,
+        window, SHORTEST=shortest, BLOCK_N=tile, WINDOW=window > 0, BLOCK_S=8,
     )  # fmt: skip
     return items.tolist(), offsets.tolist()
 
@@ -275,14 +298,12 @@ def plan(contexts: list[int], capacity: int, max_items: int, *, window: int = 0,
     contexts=st.lists(st.integers(0, 900), min_size=1, max_size=20),
     spare=st.integers(0, 30),
     window=st.sampled_from([0, 1, 16, 100]),
-    fixed=st.sampled_from([0, 0, 4]),
 )
-def test_plans_cover_every_token_once(contexts: list[int], spare: int, window: int, fixed: int) -> None:
+def test_plans_cover_every_token_once(contexts: list[int], spare: int, window: int) -> None:
     capacity = len(contexts) + spare
-    max_items = len(contexts) * 20 if fixed else capacity
-    items, offsets = plan(contexts, capacity, max_items, window=window, fixed=fixed)
+    items, offsets = plan(contexts, capacity, capacity, window=window)
     used = offsets[-1]
-    assert used <= max_items
+    assert used <= capacity
     assert all(item[0] == -1 for item in items[used:])
     for s, context in enumerate(contexts):
         mine = items[offsets[s] : offsets[s + 1]]
@@ -298,10 +319,7 @@ def test_plans_cover_every_token_once(contexts: list[int], spare: int, window: i
         assert all(a[2] == b[1] for a, b in itertools.pairwise(mine))
         assert all(begin % 16 == 0 and begin < end for _, begin, end, _ in mine)
         lengths = [end - begin for _, begin, end, _ in mine]
-        if fixed:
-            assert all(begin % (fixed * 16) == 0 for _, begin, _, _ in mine)
-            assert all(length == fixed * 16 for length in lengths[:-1])
-        elif len(mine) > 1:
+        if len(mine) > 1:
             assert max(lengths) >= 2 * 16, "shorter splits than worth their while"
 
 

@@ -127,9 +127,18 @@ livenessProbe:
 {{- end -}}
 {{- end }}
 
+{{- /* Devices of a pod, each with a process. */ -}}
+{{- define "carousel.ranks" -}}
+{{- .Values.settings.tensor_parallel_size | default 1 | int -}}
+{{- end }}
+
 {{- define "carousel.mounts" -}}
 - name: tmp
   mountPath: /tmp
+{{- if gt (include "carousel.ranks" . | int) 1 }}
+- name: shm
+  mountPath: /dev/shm
+{{- end }}
 {{- if ne .Values.cache.kind "none" }}
 - name: cache
   mountPath: {{ include "carousel.cacheDir" . }}
@@ -181,6 +190,13 @@ livenessProbe:
 - name: tmp
   emptyDir:
     sizeLimit: {{ .Values.tmp.sizeLimit }}
+{{- if gt (include "carousel.ranks" . | int) 1 }}
+{{- /* Processes on one node exchange by it what does not go from GPU to GPU; a container's own has 64 MiB. */}}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Gi
+{{- end }}
 {{- if eq .Values.cache.kind "emptyDir" }}
 - name: cache
   emptyDir:
@@ -261,7 +277,7 @@ resources:
   {{- $resources := deepCopy $root.Values.resources }}
   {{- with $root.Values.gpu }}
   {{- if .enabled }}
-  {{- $_ := set $resources "limits" (merge (dict .resource (toString .count)) ($resources.limits | default dict)) }}
+  {{- $_ := set $resources "limits" (merge (dict .resource (include "carousel.ranks" $root)) ($resources.limits | default dict)) }}
   {{- end }}
   {{- end }}
   {{- toYaml $resources | nindent 2 }}

@@ -37,6 +37,9 @@ scaler.activator.port {{ $v.scaler.activator.port }} is the scaler's own: 9095 s
 {{- if and $v.gpu.enabled (eq (toString $s.device) "cpu") }}
 settings.device cpu contradicts gpu.enabled
 {{- end }}
+{{- if and $v.gpu.enabled (gt (include "carousel.ranks" . | int) 1) (contains "/mig-" $v.gpu.resource) }}
+settings.tensor_parallel_size {{ $s.tensor_parallel_size }} with gpu.resource {{ $v.gpu.resource }}: a process sees one MIG slice only; use whole GPUs
+{{- end }}
 {{- if and (not $v.gpu.enabled) (hasPrefix "cuda" (toString $s.device)) }}
 settings.device {{ $s.device }} without gpu.enabled: the pod would get no GPU
 {{- end }}

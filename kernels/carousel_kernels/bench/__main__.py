@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.type != "cuda" and not options.tiny:
             print("bench: --tune: got a CPU, allowed: a GPU", file=sys.stderr)
             return 2
-        print(tune(device, seconds=options.seconds, tiny=options.tiny, write=not options.tiny))
+        path = None if options.tiny else Path(str(files("carousel_kernels.triton") / "tuned.json"))
+        print(tune(device, seconds=options.seconds, tiny=options.tiny, path=path))
         return 0
 
     def show(row: Row) -> None:

@@ -1,7 +1,8 @@
 """Paged attention of a batch: decodes by split keys, chunks of prompts by query tiles. See the modules of the kernels.
 
 No grid and no buffer depends on the lengths, only on shapes, so that a CUDA graph that holds these launches replays
-with any lengths. The decodes' work list is made once per step and kept on the layout (``layout.plan``).
+with any lengths. The decodes' work list is made once per step and kept on the layout (``layout.plan``). Nothing is
+compiled for one step and not for another (see ``attention_prefill.CHANGING``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 from . import config
 from .attention_decode import NATIVE_FP8, PLAIN, UNPACKED_FP8, combine_kernel, decode_kernel, plan_kernel
 from .attention_prefill import prefill_kernel
+from .attention_uniform import fold_kernel, uniform_kernel
 from .config import AttentionConfig, next_power_of_2
 from .registry import Spec, Target
 
@@ -42,7 +44,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """``carousel_kernels.paged_attention``; with ``layout.deterministic``, splits of a fixed size.
+    """``carousel_kernels.paged_attention``; with ``layout.deterministic``, by the kernels of ``attention_uniform``.
 
     A leading sequence with ``context_lens`` 0 is padding, as buckets of CUDA graphs need it: its row becomes zeros.
     Heads are contiguous. Raises ValueError for caches of a type that has no kernel.
@@ -54,9 +56,9 @@ def paged_attention(
         _cache_mode(k_cache), softcap is not None, sliding_window is not None,
     )  # fmt: skip
     if layout.num_decodes:
-        call.decode(k_cache.dtype)
+        (call.uniform_decode if layout.deterministic else call.decode)(k_cache.dtype)
     if layout.num_decodes < layout.num_sequences:
-        call.prefill(k_cache.dtype)
+        (call.uniform_prefill if layout.deterministic else call.prefill)(k_cache.dtype)
     return out
 
 
@@ -135,16 +137,12 @@ class _Call:
         layout.plan = plans
         # A plan made while recording a graph is remade by each replay; one made before would stay as it was.
         recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        key = ("triton", heads, dim, programs, chosen.block_n, window, self.window, layout.deterministic, recording)
+        key = ("triton", heads, dim, programs, chosen.block_n, window, self.window, recording)
         if key in plans:
             found: _Plan = plans[key]
             return found
-        fixed = config.DETERMINISTIC_SPLIT if layout.deterministic else 0
-        if fixed:
-            capacity = max_items = count * -(-layout.block_tables.shape[1] * BLOCK_SIZE // fixed)
-        else:
-            wanted = -(-target.num_units * _RESIDENT // programs)
-            capacity = max_items = max(wanted, count + wanted // 4)
+        wanted = -(-target.num_units * _RESIDENT // programs)
+        capacity = max_items = max(wanted, count + wanted // 4)
         whole = torch.empty(max_items * 4 + count + 1, dtype=torch.int32, device=device)
         results = torch.empty(max_items * heads * (dim + 1), dtype=torch.float32, device=device)
         plan = plans[key] = _Plan(
@@ -155,24 +153,78 @@ class _Call:
         )
         plan_kernel[(1,)](
             layout.context_lens, plan.items, plan.offsets, count, capacity, max_items, window,
-            FIXED=fixed // chosen.block_n, SHORTEST=-(-config.SHORTEST_SPLIT // chosen.block_n),
-            BLOCK_N=chosen.block_n, WINDOW=self.window, BLOCK_S=_PLAN_ROWS, num_warps=4,
+            SHORTEST=-(-config.SHORTEST_SPLIT // chosen.block_n), BLOCK_N=chosen.block_n, WINDOW=self.window,
+            BLOCK_S=_PLAN_ROWS, num_warps=4,
         )  # fmt: skip
         return plan
 
     def prefill(self, cache: torch.dtype) -> None:
-        heads, kv_heads, group, dim = self._shape()
-        layout, first = self.layout, self.layout.num_decodes
+        heads, _, group, dim = self._shape()
         chosen = config.prefill_config(config.target_of(self.q.device), cache, dim, group)
+        layout = self.layout
+        prefill_kernel[self._tiles(chosen)](
+            self.q, self.k_cache, self.v_cache, self.out, self.sinks, layout.query_start, layout.context_lens,
+            layout.block_tables, layout.num_sequences - layout.num_decodes, layout.num_decodes, *self.numbers,
+            *self._strides(), NUM_HEADS=heads, GROUP=group, HEADS=min(group, chosen.block_m), DIM=dim,
+            BLOCK_M=chosen.block_m, BLOCK_D=max(next_power_of_2(dim), 16), BLOCK_N=chosen.block_n, FP8=self.fp8,
+            SOFTCAP=self.softcap, WINDOW=self.window, SINKS=self.sinks is not None, num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+        )  # fmt: skip
+
+    def _tiles(self, chosen: AttentionConfig) -> tuple[int, int]:
+        """The grid of what is no decode."""
+        _, kv_heads, group, _ = self._shape()
+        layout, first = self.layout, self.layout.num_decodes
         per_tile = min(group, chosen.block_m)
-        count = layout.num_sequences - first
-        tiles = (layout.num_tokens - first) // (chosen.block_m // per_tile) + count
-        prefill_kernel[(tiles, kv_heads * -(-group // per_tile))](
-            self.q, self.k_cache, self.v_cache, self.out, self.sinks, layout.query_start[first:],
-            layout.context_lens[first:], layout.block_tables[first:], count, first, *self.numbers, *self._strides(),
-            NUM_HEADS=heads, GROUP=group, HEADS=per_tile, DIM=dim, BLOCK_M=chosen.block_m,
-            BLOCK_D=max(next_power_of_2(dim), 16), BLOCK_N=chosen.block_n, FP8=self.fp8, SOFTCAP=self.softcap,
-            WINDOW=self.window, SINKS=self.sinks is not None, UNIFORM=layout.deterministic,
+        tiles = (layout.num_tokens - first) // (chosen.block_m // per_tile) + layout.num_sequences - first
+        return tiles, kv_heads * -(-group // per_tile)
+
+    def uniform_prefill(self, cache: torch.dtype) -> None:
+        layout, chosen = self.layout, self._uniform(cache)
+        self._launch_uniform(
+            chosen, self._tiles(chosen), None, None, layout.num_sequences - layout.num_decodes, layout.num_decodes, 0
+        )
+
+    def uniform_decode(self, cache: torch.dtype) -> None:
+        heads, kv_heads, group, dim = self._shape()
+        layout, count, chosen = self.layout, self.layout.num_decodes, self._uniform(cache)
+        splits = -(-layout.block_tables.shape[1] * BLOCK_SIZE // config.DETERMINISTIC_SPLIT)
+        partial = torch.empty((count, splits, heads, dim), dtype=torch.float32, device=self.q.device)
+        sums = torch.empty((count, splits, heads, 2), dtype=torch.float32, device=self.q.device)
+        grid = count, kv_heads * -(-group // min(group, chosen.block_m)), splits
+        self._launch_uniform(chosen, grid, partial, sums, count, 0, 1)
+        fold_kernel[(count, heads)](
+            partial, sums, self.out, self.sinks, layout.context_lens, splits, self.numbers[3], self.numbers[4],
+            NUM_HEADS=heads, DIM=dim, BLOCK_D=max(next_power_of_2(dim), 16), BLOCK_N=chosen.block_n,
+            SPLIT=config.DETERMINISTIC_SPLIT, FP8=self.fp8, WINDOW=self.window, SINKS=self.sinks is not None,
+            num_warps=1,
+        )  # fmt: skip
+
+    def _uniform(self, cache: torch.dtype) -> AttentionConfig:
+        return config.uniform_config(config.target_of(self.q.device), cache, self.q.shape[2])
+
+    def _launch_uniform(
+        self,
+        chosen: AttentionConfig,
+        grid: tuple[int, ...],
+        partial: torch.Tensor | None,
+        sums: torch.Tensor | None,
+        count: int,
+        first: int,
+        apart: int,
+    ) -> None:
+        """``count`` sequences from ``first`` on. One compiled kernel for both kinds of tokens: so nothing is None in
+        one launch that is a tensor in another."""
+        heads, _, group, dim = self._shape()
+        layout = self.layout
+        unused = torch.empty(0, dtype=torch.float32, device=self.q.device)
+        uniform_kernel[grid](
+            self.q, self.k_cache, self.v_cache, self.out, unused if partial is None else partial,
+            unused if sums is None else sums, self.sinks, layout.query_start, layout.context_lens,
+            layout.block_tables, count, first, apart, *self.numbers, *self._strides(),
+            NUM_HEADS=heads, GROUP=group, HEADS=min(group, chosen.block_m), DIM=dim, BLOCK_M=chosen.block_m,
+            BLOCK_D=max(next_power_of_2(dim), 16), BLOCK_N=chosen.block_n, SPLIT=config.DETERMINISTIC_SPLIT,
+            FP8=self.fp8, SOFTCAP=self.softcap, WINDOW=self.window, SINKS=self.sinks is not None,
             num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         )  # fmt: skip
 

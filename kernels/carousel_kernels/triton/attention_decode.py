@@ -36,11 +36,11 @@ _PAGE = tl.constexpr(16)
 
 
 @triton.jit
-def _tiles(context, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, GRAIN: tl.constexpr):
-    """First tile of BLOCK_N tokens that a sequence's last token sees, down to a multiple of GRAIN; and how many."""
+def _tiles(context, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """First tile of BLOCK_N tokens that a sequence's last token sees, and how many."""
     first = context * 0
     if WINDOW:
-        first = tl.maximum(context - window, 0) // (BLOCK_N * GRAIN) * GRAIN
+        first = tl.maximum(context - window, 0) // BLOCK_N
     return first, cdiv(context, BLOCK_N) - first
 
 
@@ -58,7 +58,7 @@ def _chunk(
     for start in range(0, num_sequences, BLOCK_S):
         rows = start + tl.arange(0, BLOCK_S)
         context = tl.load(context_lens + rows, mask=rows < num_sequences, other=0)
-        _, count = _tiles(context, window, BLOCK_N, WINDOW, 1)
+        _, count = _tiles(context, window, BLOCK_N, WINDOW)
         longest = tl.maximum(longest, tl.max(count, 0))
         total += tl.sum(count, 0)
     low = tl.maximum(cdiv(total, capacity), SHORTEST)
@@ -69,7 +69,7 @@ def _chunk(
         for start in range(0, num_sequences, BLOCK_S):
             rows = start + tl.arange(0, BLOCK_S)
             context = tl.load(context_lens + rows, mask=rows < num_sequences, other=0)
-            _, count = _tiles(context, window, BLOCK_N, WINDOW, 1)
+            _, count = _tiles(context, window, BLOCK_N, WINDOW)
             splits += tl.sum(cdiv(count, middle), 0)
         fits = splits <= capacity
         high = tl.where(fits, middle, high)
@@ -80,27 +80,23 @@ def _chunk(
 @triton.jit(do_not_specialize=["num_sequences", "capacity", "max_items", "window"])
 def plan_kernel(
     context_lens, items, offsets, num_sequences, capacity, max_items, window,
-    FIXED: tl.constexpr, SHORTEST: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr,
+    SHORTEST: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program: the work list of a step.
 
     context_lens int32 [S]; 0 for a row without a sequence -> items int32 [max_items, 4]: sequence (-1: no item), first
     token, end token, whether it is all of the sequence; offsets int32 [S + 1]: the first item of each sequence.
-    With FIXED, splits are FIXED tiles long and begin at multiples of that, whatever else is in the batch; otherwise as
-    short as ``capacity`` items allow, and of even lengths within a sequence.
+    Splits are as short as ``capacity`` items allow, and of even lengths within a sequence.
     """
-    if FIXED > 0:
-        chunk = FIXED
-    else:
-        chunk = _chunk(context_lens, num_sequences, capacity, window, SHORTEST, BLOCK_N, WINDOW, BLOCK_S)
+    chunk = _chunk(context_lens, num_sequences, capacity, window, SHORTEST, BLOCK_N, WINDOW, BLOCK_S)
     used = 0
     for start in range(0, num_sequences, BLOCK_S):
         rows = start + tl.arange(0, BLOCK_S)
         valid = rows < num_sequences
         context = tl.load(context_lens + rows, mask=valid, other=0)
-        first, count = _tiles(context, window, BLOCK_N, WINDOW, FIXED if FIXED > 0 else 1)
+        first, count = _tiles(context, window, BLOCK_N, WINDOW)
         splits = cdiv(count, chunk)
-        length = chunk if FIXED > 0 else cdiv(count, tl.maximum(splits, 1))
+        length = cdiv(count, tl.maximum(splits, 1))
         position = used + tl.cumsum(splits, 0) - splits
         tl.store(offsets + rows, position, mask=valid)
         for j in range(tl.max(splits, 0)):
@@ -204,10 +200,10 @@ def with_sink(row_max, row_sum, sinks, heads, in_group):
     sink = tl.load(sinks + heads, mask=in_group, other=0).to(tl.float32) * 1.4426950408889634
     new_max = tl.maximum(row_max, sink)
     shrink = tl.exp2(row_max - new_max)
-    return row_sum * shrink + tl.exp2(sink - new_max), shrink
+    return tl.fma(row_sum, shrink, tl.exp2(sink - new_max)), shrink
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "stride_table"])
 def decode_kernel(
     q, k_cache, v_cache, out, partial, partial_lse, sinks, items, context_lens, block_tables,
     scale, softcap, k_scale, v_scale, window,

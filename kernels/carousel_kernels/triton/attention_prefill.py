@@ -15,12 +15,19 @@ import triton.language as tl
 from .attention_decode import LOWEST, attend, scales, with_sink
 from .common import narrowed
 
-__all__ = ["prefill_kernel"]
+__all__ = ["CHANGING", "prefill_kernel", "sequence_of"]
+
+
+CHANGING = ["num_sequences", "first_sequence", "window", "stride_table"]
+"""Numbers that change from step to step. Triton compiles a kernel anew for numbers that are 1 or that 16 divides, and
+nothing is to be compiled while serving. (So no pointer into the middle of a tensor is passed either.)"""
 
 
 @triton.jit
-def _sequence_of(tile, query_start, first_row, num_sequences, BLOCK_Q: tl.constexpr):
-    """The last sequence whose room for tiles begins at or before ``tile``."""
+def sequence_of(tile, query_start, first_sequence, num_sequences, BLOCK_Q: tl.constexpr):
+    """The last sequence, counted from ``first_sequence``, whose room for tiles begins at or before ``tile``."""
+    query_start += first_sequence
+    first_row = tl.load(query_start)
     low = 0
     high = num_sequences - 1
     while low < high:
@@ -29,34 +36,34 @@ def _sequence_of(tile, query_start, first_row, num_sequences, BLOCK_Q: tl.conste
         fits = begins <= tile
         low = tl.where(fits, middle, low)
         high = tl.where(fits, high, middle - 1)
-    return low
+    return low, first_row
 
 
-@triton.jit(do_not_specialize=["num_sequences", "first_row", "window"])
+@triton.jit(do_not_specialize=CHANGING)
 def prefill_kernel(
-    q, k_cache, v_cache, out, sinks, query_start, context_lens, block_tables, num_sequences, first_row,
+    q, k_cache, v_cache, out, sinks, query_start, context_lens, block_tables, num_sequences, first_sequence,
     scale, softcap, k_scale, v_scale, window,
     stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_table,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, UNIFORM: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M // HEADS tokens of one sequence for HEADS query heads of one KV head.
 
-    Grid: (tokens // (BLOCK_M // HEADS) + sequences, Hkv * cdiv(GROUP, HEADS)). q, out [T, Hq, D], out contiguous;
-    ``query_start``, ``context_lens`` and ``block_tables`` begin with the first sequence of the launch, whose first row
-    is ``first_row``. With UNIFORM every tile of keys takes the same instructions, so that a token's result does not
-    depend, not in one bit, on where its chunk began; otherwise tiles that all rows see whole skip the masks.
+    Grid: (tokens // (BLOCK_M // HEADS) + sequences, Hkv * cdiv(GROUP, HEADS)), of the tokens of ``num_sequences``
+    sequences from ``first_sequence`` on. q, out [T, Hq, D], out contiguous. Tiles of keys that all rows see whole skip
+    the masks.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence = _sequence_of(tile, query_start, first_row, num_sequences, BLOCK_Q)
-    row = tl.load(query_start + sequence)
-    new = tl.load(query_start + sequence + 1) - row
+    sequence, first_row = sequence_of(tile, query_start, first_sequence, num_sequences, BLOCK_Q)
+    row = tl.load(query_start + first_sequence + sequence)
+    new = tl.load(query_start + first_sequence + sequence + 1) - row
     first = (tile - (row - first_row) // BLOCK_Q - sequence) * BLOCK_Q
     if first >= new:
         return
+    sequence = (first_sequence + sequence).to(tl.int64)
     context = tl.load(context_lens + sequence)
     kv_head = tl.program_id(1) // parts
     rows = tl.arange(0, BLOCK_M)
@@ -73,7 +80,7 @@ def prefill_kernel(
     scale, softcap, out_scale = scales(scale, softcap, k_scale, v_scale, FP8, SOFTCAP)
     position = context - new + tokens
     earliest = context - new + first
-    table = block_tables + sequence.to(tl.int64) * stride_table
+    table = block_tables + sequence * stride_table
     k_head = k_cache + kv_head * stride_kh
     v_head = v_cache + kv_head * stride_vh
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -82,7 +89,7 @@ def prefill_kernel(
     begin = 0
     if WINDOW:
         begin = tl.maximum(earliest - window + 1, 0) // BLOCK_N * BLOCK_N
-    if not (WINDOW or UNIFORM):
+    if not WINDOW:
         seen_by_all = (earliest + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = attend(
             query, acc, row_max, row_sum, position, k_head, v_head, table, begin, seen_by_all, context, window,

@@ -9,6 +9,7 @@ import torch
 from . import config
 from .attention_decode import NATIVE_FP8, PLAIN, UNPACKED_FP8, combine_kernel, decode_kernel, plan_kernel
 from .attention_prefill import prefill_kernel
+from .attention_uniform import fold_kernel, uniform_kernel
 from .config import AttentionConfig, next_power_of_2
 from .registry import Spec, Target
 
@@ -35,6 +36,7 @@ _VARIANTS: tuple[tuple[torch.dtype, torch.dtype, int, int, bool], ...] = (
     (_BF16, _FP8, 128, 4, False),
     (_BF16, _FP8, 256, 2, True),
 )
+_UNIFORM = ((_BF16, _BF16, 128, 4, False), (_BF16, _BF16, 128, 4, True), (_BF16, _BF16, 256, 2, False))
 _WIDE_DECODE = (_BF16, _BF16, 128, 24, False)  # more query heads than one tile of 16
 
 
@@ -43,11 +45,12 @@ def attention_specs(target: Target) -> Iterator[Spec]:
     for variant in (*_VARIANTS, _WIDE_DECODE):
         yield _decode(target, *variant)
     for variant in _VARIANTS:
-        yield _prefill(target, *variant, uniform=False)
-    yield _prefill(target, *_VARIANTS[3], uniform=True)
+        yield _prefill(target, *variant)
+    for variant in _UNIFORM:
+        yield _uniform(target, *variant)
+        yield _fold(*variant)
     for window in (False, True):
-        for fixed in (0, 16):
-            yield _plan(window, fixed)
+        yield _plan(window)
     for dim, sinks in ((64, False), (128, False), (128, True), (256, False)):
         yield _combine(dim, sinks)
 
@@ -95,25 +98,48 @@ def _decode(
     )  # fmt: skip
 
 
-def _prefill(
-    target: Target, query: torch.dtype, cache: torch.dtype, dim: int, group: int, features: bool, *, uniform: bool
-) -> Spec:
+def _prefill(target: Target, query: torch.dtype, cache: torch.dtype, dim: int, group: int, features: bool) -> Spec:
     chosen = config.prefill_config(target, cache, dim, group)
     signature, constexprs, aligned = _arguments(target, query, cache, features, {"query_start": "*i32"})
-    signature |= {"num_sequences": "i32", "first_row": "i32"}
-    aligned = tuple(name for name in aligned if name not in ("query_start", "context_lens", "block_tables"))
-    constexprs |= {"UNIFORM": uniform, "HEADS": min(group, chosen.block_m)}
+    signature |= {"num_sequences": "i32", "first_sequence": "i32"}
+    constexprs |= {"HEADS": min(group, chosen.block_m)}
     return Spec(
-        prefill_kernel, _label(query, cache, dim, group, features) + (" uniform" if uniform else ""), signature,
+        prefill_kernel, _label(query, cache, dim, group, features), signature,
         constexprs | _sizes(chosen, dim, group), chosen.num_warps, chosen.num_stages, aligned=aligned,
     )  # fmt: skip
 
 
-def _plan(window: bool, fixed: int) -> Spec:
+def _uniform(target: Target, query: torch.dtype, cache: torch.dtype, dim: int, group: int, features: bool) -> Spec:
+    chosen = config.uniform_config(target, cache, dim)
+    pointers = {"query_start": "*i32", "partial": "*fp32", "partial_sums": "*fp32"}
+    signature, constexprs, aligned = _arguments(target, query, cache, features, pointers)
+    signature |= {"num_sequences": "i32", "first_sequence": "i32", "apart": "i32"}
+    constexprs |= {"HEADS": min(group, chosen.block_m), "SPLIT": config.DETERMINISTIC_SPLIT}
+    return Spec(
+        uniform_kernel, _label(query, cache, dim, group, features), signature,
+        constexprs | _sizes(chosen, dim, group), chosen.num_warps, chosen.num_stages, decode=True, aligned=aligned,
+    )  # fmt: skip
+
+
+def _fold(query: torch.dtype, cache: torch.dtype, dim: int, group: int, features: bool) -> Spec:
+    signature = {"partial": "*fp32", "partial_sums": "*fp32", "out": f"*{_TRITON_TYPES[query]}", "context_lens": "*i32"}
+    signature |= {"splits": "i32", "v_scale": "fp32", "window": "i32"}
+    constexprs: dict[str, object] = {
+        "NUM_HEADS": 8 * group, "DIM": dim, "BLOCK_D": dim, "BLOCK_N": 64, "SPLIT": config.DETERMINISTIC_SPLIT,
+        "FP8": PLAIN, "WINDOW": features, "SINKS": features,
+    }  # fmt: skip
+    if features:
+        signature["sinks"] = f"*{_TRITON_TYPES[query]}"
+    else:
+        constexprs["sinks"] = None
+    return Spec(fold_kernel, _label(query, cache, dim, group, features), signature, constexprs, 1, 2, decode=True)
+
+
+def _plan(window: bool) -> Spec:
     signature = {"context_lens": "*i32", "items": "*i32", "offsets": "*i32"}
     signature |= {"num_sequences": "i32", "capacity": "i32", "max_items": "i32", "window": "i32"}
-    constexprs = {"FIXED": fixed, "SHORTEST": 2, "BLOCK_N": 64, "WINDOW": window, "BLOCK_S": 1024}
-    label = ("fixed splits" if fixed else "splits by load") + (" window" if window else "")
+    constexprs = {"SHORTEST": 2, "BLOCK_N": 64, "WINDOW": window, "BLOCK_S": 1024}
+    label = "splits by load" + (" window" if window else "")
     return Spec(plan_kernel, label, signature, constexprs, 4, 2, decode=True, aligned=("context_lens", "items"))
 
 

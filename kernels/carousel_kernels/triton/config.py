@@ -30,13 +30,15 @@ __all__ = [
     "prefill_config",
     "target_of",
     "tuned",
+    "uniform_config",
 ]
 
 CHUNK = 2048
 """Logits per program. It is the same for every batch, so that sums round alike in all of them."""
 
 DETERMINISTIC_SPLIT = 1024
-"""Tokens per split of the deterministic mode: 4 MiB of keys and values of 8 heads of 128 in bfloat16."""
+"""Tokens per split of the deterministic mode, a multiple of every tile: 4 MiB of keys and values of 8 heads of 128 in
+bfloat16."""
 
 SHORTEST_SPLIT = 128
 """Tokens; shorter splits cost more in combining than they gain."""
@@ -157,3 +159,15 @@ def prefill_config(target: Target, cache: torch.dtype, dim: int, group: int) -> 
     if cache.itemsize == 1 and not target.fp8:
         return AttentionConfig(64, 64, 8, target.stages(5))  # unpacking takes registers too
     return AttentionConfig(64, 128, 8, target.stages(5))
+
+
+def uniform_config(target: Target, cache: torch.dtype, dim: int) -> AttentionConfig:
+    """For ``uniform_kernel``, which computes decodes and chunks alike: half the rows of ``prefill_config``'s tiles, for
+    a decode fills but a group's. Never tuned, so that results stay what they are."""
+    if INTERPRETED.value:
+        return AttentionConfig(64, 64, 4, 2)
+    if cache == torch.float32:
+        return AttentionConfig(16, 32, 8, target.stages(2))
+    if next_power_of_2(dim) > 128:
+        return AttentionConfig(32, 32, 8, target.stages(5))
+    return AttentionConfig(64, 64, 8, target.stages(2 if target.is_amd else 5))  # two sums are held at once

@@ -11,6 +11,7 @@ How low-rank adapters are applied to a batch whose rows have different ones, by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +23,51 @@ from . import linear_kernels as kernels
 from .config import next_power_of_2, target_of
 from .registry import Spec, Target
 
-__all__ = ["MOST_ROWS", "add_lora_", "prepare_grouped_linear", "prepare_linear", "prepare_scaled_linear"]
+__all__ = [
+    "MOST_ROWS",
+    "add_lora_",
+    "prepare_grouped_linear",
+    "prepare_linear",
+    "prepare_scaled_linear",
+    "uniform_layers",
+]
 
 MOST_ROWS = 64
 """Rows up to which the kernels beat widening the weight: two tiles of 32, four of 16."""
 
 _BLOCK_N = 64  # output features per program
 _BLOCK_K = 128  # input features at once, of 8-bit weights
+_BLOCK_K_PLAIN = 64
+_UNIFORM_ROWS = 64  # rows of a tile of uniform layers
 _MOST_SPLITS = 8
 _TILES_PER_SPLIT = 4  # at least: below that a split's start and end outweigh it
 _LORA_SPLITS = 4
 
 
+_uniform = False
+
+
+@contextmanager
+def uniform_layers() -> Iterator[None]:
+    """See ``carousel_kernels.uniform_linears``."""
+    global _uniform
+    before, _uniform = _uniform, True
+    try:
+        yield
+    finally:
+        _uniform = before
+
+
 def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """See ``carousel_kernels.prepare_linear``: cuBLAS (or rocBLAS) through PyTorch."""
+    """See ``carousel_kernels.prepare_linear``: cuBLAS (or rocBLAS) through PyTorch, unless uniform."""
     weight = weight.detach().contiguous()
+    if _uniform:
+        layer = _bytes(weight, None, None, bias, kernels.PLAIN, 0, _BLOCK_K_PLAIN)
+
+        def uniform_linear(x: torch.Tensor) -> torch.Tensor:
+            return layer(x if x.stride(1) == 1 else x.contiguous(), None, x.dtype)
+
+        return uniform_linear
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight, bias)
@@ -59,8 +90,8 @@ def _block_m(rows: int) -> int:
     return min(max(16, next_power_of_2(rows)), 64)
 
 
-def _num_warps(rows: int) -> int:
-    return 4 if _block_m(rows) < 32 else 8
+def _num_warps(block_m: int) -> int:
+    return 4 if block_m < 32 else 8
 
 
 class _Launch:
@@ -69,12 +100,16 @@ class _Launch:
     def __init__(self, device: torch.device, columns: int, tiles: int, bias: torch.Tensor | None) -> None:
         self.columns = columns
         self.bias = bias
+        self.uniform = _uniform
         self.target = target_of(device)
         self.splits, self.per_split = _splits(self.target, columns, tiles)
         self.num_stages = self.target.stages(4)
 
+    def block_m(self, rows: int) -> int:
+        return _UNIFORM_ROWS if self.uniform else _block_m(rows)
+
     def grid(self, rows: int) -> tuple[int, int, int]:
-        return triton.cdiv(self.columns, _BLOCK_N), self.splits, triton.cdiv(rows, _block_m(rows))
+        return triton.cdiv(self.columns, _BLOCK_N), self.splits, triton.cdiv(rows, self.block_m(rows))
 
     def room(self, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         shape, dtype = ((rows, self.columns), dtype) if self.splits == 1 else (
@@ -129,27 +164,30 @@ def _grouped4(weight: GroupedWeight, bias: torch.Tensor | None) -> Linear:
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        if rows > MOST_ROWS:
+        if rows > MOST_ROWS and not launch.uniform:
             return F.linear(x, dense(x.dtype), None if bias is None else bias.to(x.dtype))
         room = launch.room(rows, x.dtype, x.device)
         kernels.int4_kernel[launch.grid(rows)](
             x, packed, scales, zeros, bias, room, rows, columns, features, x.stride(0), packed.shape[0],
-            launch.per_split, groups, group, half, _block_m(rows), _BLOCK_N, launch.splits == 1, bias is not None,
-            num_warps=_num_warps(rows), num_stages=launch.num_stages,
+            launch.per_split, groups, group, half, launch.block_m(rows), _BLOCK_N, launch.splits == 1, bias is not None,
+            num_warps=_num_warps(launch.block_m(rows)), num_stages=launch.num_stages,
         )  # fmt: skip
         return launch.finish(room, x.dtype)
 
     return linear
 
 
+def _block_k(group: int) -> int:
+    return 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
+
+
 def _grouped8(weight: GroupedWeight, bias: torch.Tensor | None) -> Linear:
     q, scales, zeros = weight.q.contiguous(), weight.scales.contiguous(), weight.zeros.contiguous()
-    group = weight.group_size
-    block_k = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
-    layer = _bytes(q, scales, zeros, bias, kernels.UINT8_GROUPED, group, block_k)
+    group, uniform = weight.group_size, _uniform
+    layer = _bytes(q, scales, zeros, bias, kernels.UINT8_GROUPED, group, _block_k(group))
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= MOST_ROWS:
+        if uniform or x.shape[0] <= MOST_ROWS:
             return layer(x, None, x.dtype)
         dense = GroupedWeight(q, scales, zeros, None, group, 8).dense(x.dtype)
         return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
@@ -159,7 +197,7 @@ def _grouped8(weight: GroupedWeight, bias: torch.Tensor | None) -> Linear:
 
 def _bytes(
     weight: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     kind: int,
@@ -176,8 +214,8 @@ def _bytes(
         room = launch.room(rows, dtype, x.device)
         kernels.byte_kernel[launch.grid(rows)](
             x, weight, scales, zeros, row_scales, bias, room, rows, columns, features, x.stride(0), tiles,
-            launch.per_split, kind, group, _block_m(rows), _BLOCK_N, block_k, launch.splits == 1, bias is not None,
-            num_warps=_num_warps(rows), num_stages=launch.num_stages,
+            launch.per_split, kind, group, launch.block_m(rows), _BLOCK_N, block_k, launch.splits == 1,
+            bias is not None, num_warps=_num_warps(launch.block_m(rows)), num_stages=launch.num_stages,
         )  # fmt: skip
         return launch.finish(room, dtype)
 
@@ -202,13 +240,16 @@ def prepare_scaled_linear(weight: ScaledWeight, bias: torch.Tensor | None) -> Li
 
         return quantized
     kind = kernels.INT8 if not fp8 else kernels.FP8 if target.fp8 else kernels.FP8_BYTES
-    stored = weight.q.view(torch.uint8) if kind == kernels.FP8_BYTES else weight.q
-    layer = _bytes(stored, weight.scales, None, bias, kind, 0, _BLOCK_K)
+    uniform, stored = _uniform, weight.q.view(torch.uint8) if kind == kernels.FP8_BYTES else weight.q
+    group = weight.group_size
+    layer = _bytes(stored, weight.scales, None, bias, kind, group, _block_k(group) if group else _BLOCK_K)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > MOST_ROWS:
+        if x.shape[0] > MOST_ROWS and not uniform:
             # Scaled before the product: sums of unscaled integers may pass the range of float16.
-            dense = weight.q.to(x.dtype).mul_(weight.scales.to(x.dtype).unsqueeze(1))
+            scales = weight.scales.to(x.dtype).T.repeat_interleave(group, dim=1) if group else (
+                weight.scales.to(x.dtype).unsqueeze(1))  # fmt: skip
+            dense = weight.q.to(x.dtype).mul_(scales)
             return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
         x = x if x.stride(1) == 1 else x.contiguous()
         return layer(x, None, x.dtype)
@@ -263,7 +304,8 @@ def aot_specs(target: Target) -> Iterator[Spec]:
     fp8 = (kernels.FP8, "fp8", "*fp8e4nv") if target.fp8 else (kernels.FP8_BYTES, "fp8 bytes", "*u8")
     yield _int4_spec("fp16", 128, 16, stages)
     yield _int4_spec("bf16", 32, 16, stages)
-    yield _byte_spec("bf16 x uint8 G128 M16", "*bf16", "*u8", kernels.UINT8_GROUPED, 16, stages)
+    yield _byte_spec("bf16 x uint8 G128 M16", "*bf16", "*u8", kernels.UINT8_GROUPED, 16, stages, group=128)
+    yield _byte_spec(f"bf16 x {fp8[1]} G128 M16", "*bf16", fp8[2], fp8[0], 16, stages, group=128)
     for rows in (16, 32, 64):
         yield _int4_spec("bf16", 128, rows, stages)
         for kind, name, stored in ((kernels.INT8, "int8", "*i8"), fp8):
@@ -272,6 +314,7 @@ def aot_specs(target: Target) -> Iterator[Spec]:
         yield _byte_spec(f"int8 x int8 M{rows}", "*i8", "*i8", kernels.QUANTIZED_ROWS, rows, stages)
         if target.fp8:
             yield _byte_spec(f"fp8 x fp8 M{rows}", "*fp8e4nv", "*fp8e4nv", kernels.QUANTIZED_ROWS, rows, stages)
+    yield _plain_spec(stages)
     dense = {"packed": "*u8", "scales": "*fp16", "zeros": "*i16", "out": "*bf16", "num_columns": "i32",
              "num_features": "i32", "num_groups": "i32"}  # fmt: skip
     yield Spec(kernels.dequantize_kernel, "bf16", dense, {"GROUP": 128, "HALF": 64, "BLOCK_N": _BLOCK_N})
@@ -296,11 +339,23 @@ def _int4_spec(dtype: str, group: int, rows: int, stages: int) -> Spec:
     )
 
 
-def _byte_spec(label: str, x: str, stored: str, kind: int, rows: int, stages: int) -> Spec:
+def _plain_spec(stages: int) -> Spec:
+    """Of a uniform layer."""
+    signature = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", **_SIZES, "num_tiles": "i32",
+                 "tiles_per_split": "i32"}  # fmt: skip
+    constants = {"scales": None, "zeros": None, "row_scales": None, "bias": None, "KIND": kernels.PLAIN, "GROUP": 0,
+                 "BLOCK_M": _UNIFORM_ROWS, "BLOCK_N": _BLOCK_N, "BLOCK_K": _BLOCK_K_PLAIN, "FINAL": True,
+                 "HAS_BIAS": False}  # fmt: skip
+    aligned = ("x", "weight", "out", *_ALIGNED)
+    warps = _num_warps(_UNIFORM_ROWS)
+    return Spec(kernels.byte_kernel, "bf16 uniform", signature, constants, warps, stages, decode=True, aligned=aligned)
+
+
+def _byte_spec(label: str, x: str, stored: str, kind: int, rows: int, stages: int, group: int = 0) -> Spec:
     grouped, rows_too = kind == kernels.UINT8_GROUPED, kind == kernels.QUANTIZED_ROWS
     signature = {"x": x, "weight": stored, "scales": "*fp16" if grouped else "*fp32", "out": "*bf16", **_SIZES,
                  "num_tiles": "i32", "tiles_per_split": "i32", "bias": "*bf16"}  # fmt: skip
-    constants: dict[str, object] = {"KIND": kind, "GROUP": 128 if grouped else 0, "BLOCK_M": rows, "BLOCK_N": _BLOCK_N,
+    constants: dict[str, object] = {"KIND": kind, "GROUP": group, "BLOCK_M": rows, "BLOCK_N": _BLOCK_N,
                                     "BLOCK_K": _BLOCK_K, "FINAL": True, "HAS_BIAS": True}  # fmt: skip
     for name, kind_of, used in (("zeros", "*i16", grouped), ("row_scales", "*fp32", rows_too)):
         if used:

@@ -25,6 +25,7 @@ __all__ = [
     "FP8",
     "FP8_BYTES",
     "INT8",
+    "PLAIN",
     "QUANTIZED_ROWS",
     "UINT8_GROUPED",
     "byte_kernel",
@@ -46,8 +47,11 @@ FP8_BYTES = 3
 """The weight holds e4m3 as bytes, which the kernel unpacks."""
 QUANTIZED_ROWS = 4
 """Weight and rows are of the same 8-bit type, and the device multiplies that."""
+PLAIN = 5
+"""The weight is of a type that a dot product takes, without scales."""
 
 _INT8 = tl.constexpr(INT8)
+_PLAIN = tl.constexpr(PLAIN)
 _UINT8_GROUPED = tl.constexpr(UINT8_GROUPED)
 _FP8_BYTES = tl.constexpr(FP8_BYTES)
 _QUANTIZED_ROWS = tl.constexpr(QUANTIZED_ROWS)
@@ -180,10 +184,10 @@ def byte_kernel(
     tiles_per_split, KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, FINAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, num_features] times an 8-bit weight [num_columns, num_features] of some KIND.
+    """x [num_rows, num_features] times a weight [num_columns, num_features] of some KIND.
 
-    scales [num_columns]; with UINT8_GROUPED, scales and zeros [num_features / GROUP, num_columns], and BLOCK_K divides
-    GROUP. row_scales float32 [num_rows], read with QUANTIZED_ROWS.
+    scales [num_columns], or with GROUP [num_features / GROUP, num_columns], and BLOCK_K divides GROUP; UINT8_GROUPED
+    has zeros of that shape too. row_scales float32 [num_rows], read with QUANTIZED_ROWS.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -199,18 +203,23 @@ def byte_kernel(
         tile_w = tl.load(weight + place, mask=held[None, :] & (k < num_features)[:, None], other=0.0)
         x_place = rows.to(tl.int64)[:, None] * x_stride + k[None, :]
         tile_x = tl.load(x + x_place, mask=(rows < num_rows)[:, None] & (k < num_features)[None, :], other=0.0)
-        if KIND == _UINT8_GROUPED:
+        if GROUP > 0:
             group = tile * BLOCK_K // GROUP * num_columns + columns
-            zero = tl.load(zeros + group, mask=held, other=0)
             scale = tl.load(scales + group, mask=held, other=0).to(tl.float32)
-            wide = _widen(tile_w, zero[None, :], KIND, dtype)
+            if KIND == _UINT8_GROUPED:
+                zero = tl.load(zeros + group, mask=held, other=0)
+                wide = _widen(tile_w, zero[None, :], KIND, dtype)
+            else:
+                wide = _widen(tile_w, 0, KIND, dtype)
+            if KIND == _FP8_BYTES:
+                scale *= E4M3_BIAS
             acc += dot(tile_x, wide, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale[None, :]
         elif integers:
             acc = tl.dot(tile_x, tile_w, acc, out_dtype=tl.int32)
         else:
             acc = dot(tile_x, _widen(tile_w, 0, KIND, dtype), acc)
     result = acc.to(tl.float32)
-    if KIND != _UINT8_GROUPED:
+    if GROUP == 0 and KIND != _PLAIN:
         scale = tl.load(scales + columns, mask=held, other=0.0)
         if KIND == _FP8_BYTES:
             scale *= E4M3_BIAS
@@ -227,7 +236,7 @@ def sum_kernel(parts, bias, out, size, num_columns, SPLITS: tl.constexpr, HAS_BI
     inside = place < size
     total = tl.load(parts + place, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts + split * size + place, mask=inside, other=0.0)
+        total += tl.load(parts + split * size.to(tl.int64) + place, mask=inside, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + place % num_columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

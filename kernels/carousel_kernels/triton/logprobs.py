@@ -101,8 +101,9 @@ def token_logprobs(
         logits = logits.contiguous()
     device = logits.device
     block, chunks = chunks_of(vocabulary)
-    peaks, sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=device)
-    picks, larger = torch.empty((2, rows, chunks), dtype=torch.int32, device=device)
+    # Each a tensor of its own, which begins at a multiple of 16: others would have the kernels compiled once more.
+    peaks, sums = (torch.empty((rows, chunks), dtype=torch.float32, device=device) for _ in range(2))
+    picks, larger = (torch.empty((rows, chunks), dtype=torch.int32, device=device) for _ in range(2))
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     ranks = torch.empty(rows, dtype=torch.int64, device=device)
     top_ids = torch.empty((rows, num_top), dtype=torch.int64, device=device)

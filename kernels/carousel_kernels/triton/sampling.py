@@ -325,7 +325,8 @@ def sample(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     block, chunks = chunks_of(vocabulary)
-    peaks, sums, tops = torch.empty((3, rows, chunks), dtype=torch.float32, device=logits.device)
+    # Each a tensor of its own, which begins at a multiple of 16: others would have the kernels compiled once more.
+    peaks, sums, tops = (torch.empty((rows, chunks), dtype=torch.float32, device=logits.device) for _ in range(3))
     picks = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     filters = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seeds, positions)]
     heat, k, p, floor, seed, position = filters

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from carousel.engine.memory import free_memory
+
 
 class Readback:
     """Tensors on their way to the host."""
@@ -31,6 +33,9 @@ class Device:
 
     records = False
     """Whether :meth:`record` makes work cheaper to launch."""
+
+    compiles = False
+    """Whether operators are compiled at their first use."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -72,6 +77,10 @@ class Device:
 
         return replay, result
 
+    def free_bytes(self) -> int:
+        """Bytes that may still be taken here, those included that an allocator keeps for later."""
+        return free_memory(self.torch_device)
+
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Do ``work``, wait for it, and say how much memory it took while it ran; 0 where that is not counted."""
         return 0
@@ -112,10 +121,12 @@ class CudaDevice(Device):
     """
 
     records = True
+    compiles = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device if device.index is not None else torch.device("cuda", torch.cuda.current_device()))
         self._pool: Any = None
+        self._side: Any = None
 
     def bind(self) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -139,16 +150,24 @@ class CudaDevice(Device):
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """As a CUDA graph. All graphs share one memory pool: record the largest first."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # One stream for all: what the allocator keeps for a stream, no other gets.
+        self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current, side = torch.cuda.current_stream(), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
             work()  # kernels are compiled and libraries initialised outside the recording
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        # Other threads, such as NCCL's watchdog, may ask after events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             result = work()
         self._pool = graph.pool()
         return graph.replay, result
+
+    def free_bytes(self) -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return free_memory(self.torch_device)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         gc.collect()

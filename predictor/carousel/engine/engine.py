@@ -27,10 +27,11 @@ from carousel.engine.events import Glance
 from carousel.engine.graph_runner import GraphRunner
 from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
-from carousel.engine.memory import KVBudget, free_memory, plan_kv_cache
+from carousel.engine.memory import KVBudget, plan_kv_cache
 from carousel.engine.memory_profile import worst_step
 from carousel.engine.meter import work_of
 from carousel.engine.policy import make_policy
+from carousel.engine.ranks import FreeMemory
 from carousel.engine.request import FinishReason, GenerationRequest, Output, SamplingParams, Sequence
 from carousel.engine.runner import DecoderRunner
 from carousel.engine.sampler import Sampler, SequenceSampler
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 
 _ABORT_S = 2.0
 _JOIN_S = 10.0
+_LOSS_S = 1.0
+_TILES = (64, 32, 16)
+"""Rows for which kernels have tiles of their own; with more they take several."""
 
 
 class _Client:
@@ -81,6 +85,7 @@ class Engine:
         """What recording decodes took: ``buckets``, the sequences of each recording, and ``seconds``."""
         self._device = Device.of(model.decoder.device)
         self._model = model
+        self._ranks = model.ranks
         self._thread: threading.Thread | None = None
         self._commands: deque[Callable[[EngineCore], None]] = deque()
         self._commands_lock = threading.Lock()
@@ -110,6 +115,8 @@ class Engine:
         self._warm_up(core)
         log.info("warm-up: %.2f s", time.monotonic() - started)
         self._warm = True
+        if self._ranks is not None:
+            self._ranks.watch(self._fail)
         self._thread = threading.Thread(target=self._run, args=(core,), name="carousel-engine", daemon=True)
         self._thread.start()
 
@@ -122,10 +129,11 @@ class Engine:
             torch.set_num_threads(settings.num_threads)
         memory = settings.kv_cache_bytes if settings.kv_cache_bytes is not None else settings.kv_cache_fraction
         assert memory is not None
+        step_bytes = self._step_bytes()
         budget = plan_kv_cache(
             decoder.kv_bytes_per_token,
             memory,
-            max(free_memory(device) - self._step_bytes(), 0),
+            max(self._free_memory() - step_bytes, 0),
             settings.max_model_len,
             self._model.max_model_len,
             settings.max_batch_sequences,
@@ -142,6 +150,7 @@ class Engine:
         pool = BlockPool(budget.num_blocks)
         depth = int(settings.async_scheduling == "on" or (settings.async_scheduling == "auto" and device.type != "cpu"))
         runner = self._make_runner(budget, depth)
+        self._check_room(step_bytes)
         limits = SchedulerLimits(
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_sequences=settings.max_batch_sequences,
@@ -173,13 +182,41 @@ class Engine:
             work=work_of(decoder.config),
         )
 
+    def _free_memory(self) -> int:
+        """Bytes that may still be taken on the device: of several ranks' the least, or a share of the CPU's."""
+        device = self._model.decoder.device
+        free = self._device.free_bytes()
+        if self._ranks is not None:
+            others = self._ranks.ask(FreeMemory())
+            free = free // self._ranks.size if device.type == "cpu" else min(free, *others)
+        return free
+
+    def _check_room(self, step_bytes: int) -> None:
+        """Recorded work and its libraries have taken memory that was not known when the KV pool was sized.
+
+        Raises:
+            InvalidRequest: the largest step would not fit any more, at some later time.
+        """
+        left = self._device.free_bytes()
+        if step_bytes and left < step_bytes:
+            raise InvalidRequest(
+                "--kv-cache-memory",
+                self.settings.kv_cache_memory,
+                f"{(step_bytes - left) / 2**30:.2f} GiB less, for the largest step to fit beside it",
+            )
+
     def _step_bytes(self) -> int:
         """What the largest steps take beside weights and KV pool, measured where the device counts it."""
         settings = self.settings
         longest = min(settings.max_batch_tokens, settings.max_model_len or self._model.max_model_len)
         peak = self._device.peak_bytes(
             lambda: worst_step(
-                self._model.decoder, self.vocab_size, self._device, longest, settings.max_batch_sequences
+                self._model.decoder,
+                self.vocab_size,
+                self._device,
+                longest,
+                settings.max_batch_sequences,
+                self._ranks,
             )
         )
         if peak:
@@ -191,10 +228,12 @@ class Engine:
         decoder, seats = self._model.decoder, self.settings.max_batch_sequences
         # A sequence that has ended holds its blocks while a step in flight may write them; another has its seat.
         tables = seats * (1 + depth)
+        place = decoder, budget.num_blocks, tables, budget.max_model_len
+        deterministic, followers = self.settings.deterministic, self._ranks
         if not self._device.records:
-            return DecoderRunner(decoder, budget.num_blocks, tables, budget.max_model_len, device=self._device)
+            return DecoderRunner(*place, device=self._device, deterministic=deterministic, followers=followers)
         runner = GraphRunner(
-            decoder, budget.num_blocks, tables, budget.max_model_len, max_rows=seats, device=self._device
+            *place, max_rows=seats, device=self._device, deterministic=deterministic, followers=followers
         )
         capture = runner.capture()
         self.graph_capture = {"buckets": list(capture.buckets), "seconds": capture.seconds}
@@ -204,15 +243,18 @@ class Engine:
     def _warm_up(self, core: EngineCore) -> None:
         """Run a real generation at the worst shapes: a whole prompt chunk, a full batch, the costly sampler.
 
-        Allocators reach their peak, libraries choose their kernels, and the cost model sees its first steps before a
-        client does.
+        Allocators reach their peak, libraries choose their kernels, others are compiled, and the cost model sees its
+        first steps before a client does.
         """
         settings = self.settings
         longest = max(1, min(settings.max_batch_tokens, self.max_model_len - 8))
         costly = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5, max_tokens=3, ignore_eos=True, seed=0)
         greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         seats = min(settings.max_batch_sequences, max(1, core.scheduler.pool.num_blocks // 3))
-        for params, length, number in ((greedy, longest, 1), (costly, 4, seats)):
+        prompts = [(greedy, longest, 1)]
+        if self._device.compiles:
+            prompts += [(greedy, length, 1) for length in _TILES if length < longest]
+        for params, length, number in (*prompts, (costly, 4, seats)):
             for _ in range(number):
                 request = GenerationRequest(prompt="", sampling=params, cache_salt="warm-up")
                 core.add(self._admit(request, [token % self.vocab_size for token in range(length)]))
@@ -223,6 +265,11 @@ class Engine:
         # The books start empty: nobody asked for the warm-up.
         self._ledger.reset()
         core.reset_counters()
+
+    def _fail(self, reason: str) -> None:
+        """Take note, in any thread, that a rank is lost. A step in flight may never end, and this thread with it."""
+        self.failure = self.failure or reason
+        self._wake.set()
 
     def stop(self) -> None:
         """End what is live with a clear error, and the thread with it."""
@@ -252,7 +299,7 @@ class Engine:
     def alive(self) -> bool:
         """Whether the engine thread turns: it exists, and no step has taken longer than ``stall_seconds``."""
         thread, started = self._thread, self._step_started
-        if thread is None or not thread.is_alive():
+        if thread is None or not thread.is_alive() or self.failure is not None:
             return False
         return started is None or time.monotonic() - started < self.settings.stall_seconds
 
@@ -431,19 +478,20 @@ class Engine:
     def _run(self, core: EngineCore) -> None:
         try:
             self._device.bind()
-            while not self._stopping:
+            while not self._stopping and self.failure is None:
                 self._wake.clear()
                 self._take_commands(core)
                 self._step_started = time.monotonic()
                 worked = core.step()
                 self._step_started = None
-                if not worked and not self._stopping:
+                if not worked and not self._stopping and self.failure is None:
                     due = core.next_deadline
                     self._wake.wait(None if due is None else max(0.0, due - time.monotonic()))
-            self._finish(core, SHUT_DOWN)
+            self._finish(core, SHUT_DOWN if self.failure is None else f"the engine has failed: {self.failure}")
         except Exception as error:  # whatever it is, every client must hear of it
             log.exception("the engine thread died")
-            self.failure = explain(error)
+            lost = None if self._ranks is None else self._ranks.lost_within(_LOSS_S)
+            self.failure = lost or explain(error)
             self._finish(core, f"the engine has failed: {self.failure}")
 
     def _take_commands(self, core: EngineCore) -> None:

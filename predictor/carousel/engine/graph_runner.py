@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,16 @@ import torch
 
 from carousel.engine.block_pool import blocks_for
 from carousel.engine.device import Device
-from carousel.engine.runner import BlockTables, DecoderLike, DecoderRunner, StepResult
+from carousel.engine.runner import (
+    BlockTables,
+    DecoderLike,
+    DecoderRunner,
+    Executor,
+    Followers,
+    Ints,
+    NewPool,
+    StepResult,
+)
 from carousel.engine.scheduler import Schedule, ScheduledSequence
 from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 
@@ -26,6 +35,7 @@ NUM_SCRATCH_BLOCKS = 4
 """Blocks for the rows that fill a bucket up."""
 
 _SECTIONS = 5  # of a bucket's numbers: token ids, positions, slots, context lengths, rows of the block tables
+_PADDING_ROW = 0  # of the block tables
 _STAGES = 2  # steps whose numbers may be on their way: the one in flight, and the one that is being launched
 
 
@@ -53,30 +63,44 @@ class GraphCapture:
     seconds: float
 
 
-class _MirroredTables(BlockTables):
-    """Block tables with a copy on the device, brought up to date by what changed."""
+class _WatchedTables(BlockTables):
+    """Block tables that remember what changed, for a copy on the device. Row 0 belongs to padding."""
 
-    def __init__(self, max_sequences: int, max_blocks: int, device: Device, scratch_block: int) -> None:
+    def __init__(self, max_sequences: int, max_blocks: int) -> None:
         super().__init__(max_sequences + 1, max_blocks)
-        self.padding_row = self._free.pop()
-        self._rows[self.padding_row, 0] = scratch_block
-        self._device = device
-        self._mirror = device.upload(torch.from_numpy(self._rows.copy()))
-        self._changed: list[np.ndarray] = []  # flat indices
+        self._free.remove(_PADDING_ROW)
+        self._changed: list[Ints] = []  # flat indices
 
     def written(self, row: int, first: int, last: int) -> None:
         self._changed.append(np.arange(first, last) + row * self._rows.shape[1])
 
-    def gather_into(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
-        """Copy ``rows`` int64 [n] of the tables, on the device, into ``tables`` int32 [n, max_blocks]."""
-        if self._changed:
-            # The last word on an index: a row may have changed hands since.
-            places = np.unique(np.concatenate(self._changed))
-            self._changed.clear()
-            values = torch.from_numpy(self._rows.reshape(-1)[places])
-            where = self._device.upload(torch.from_numpy(places))
-            self._mirror.view(-1).index_copy_(0, where, self._device.upload(values))
-        torch.index_select(self._mirror, 0, rows, out=tables)
+    def changes(self) -> tuple[Ints, Ints] | None:
+        """Flat places and what stands there now, of all that was written since the last call; None: nothing was."""
+        if not self._changed:
+            return None
+        # The last word on an index: a row may have changed hands since.
+        places = np.unique(np.concatenate(self._changed))
+        self._changed.clear()
+        return places, self._rows.reshape(-1)[places]
+
+
+@dataclass(slots=True)
+class DecodeNumbers:
+    """Message: a step of decodes alone, for a bucket of ``size`` rows.
+
+    ``numbers`` int64 [5, size], see ``_SECTIONS``; ``changes``: of the block tables, as places and values.
+    """
+
+    size: int
+    numbers: Ints
+    changes: tuple[Ints, Ints] | None
+    pending_places: list[int]
+    pending_rows: list[int]
+
+
+@dataclass(slots=True)
+class Capture:
+    """Message: record every bucket."""
 
 
 @dataclass(slots=True)
@@ -95,35 +119,21 @@ class _Bucket:
     turn: int = 0
 
 
-class GraphRunner(DecoderRunner):
-    """A :class:`DecoderRunner` that replays decode-only steps.
+class GraphExecutor(Executor):
+    """An :class:`Executor` that replays decode-only steps. ``pool.max_rows`` is the most sequences of a step."""
 
-    Args:
-        decoder, num_blocks, max_sequences, max_model_len: see there.
-        max_rows: most sequences of a step.
-        device: None: the decoder's own.
-    """
-
-    def __init__(
-        self,
-        decoder: DecoderLike,
-        num_blocks: int,
-        max_sequences: int,
-        max_model_len: int,
-        *,
-        max_rows: int,
-        device: Device | None = None,
-    ) -> None:
-        super().__init__(decoder, num_blocks + NUM_SCRATCH_BLOCKS, max_sequences, max_model_len, device=device)
-        self._scratch = num_blocks
-        self._max_model_len = max_model_len
-        width = blocks_for(max_model_len)
-        self._mirrored = _MirroredTables(max_sequences, width, self._device, self._scratch)
-        self._tables = self._mirrored
-        self._block_tables = self._zeros(max_rows * width, torch.int32).view(max_rows, width)
-        self._query_start = self._device.upload(torch.arange(max_rows + 1, dtype=torch.int32))
-        self._all_rows = self._device.upload(torch.arange(max_rows))
-        self._buckets = [self._bucket(size) for size in bucket_sizes(max_rows)]
+    def __init__(self, decoder: DecoderLike, pool: NewPool, device: Device) -> None:
+        super().__init__(decoder, replace(pool, num_blocks=pool.num_blocks + NUM_SCRATCH_BLOCKS), device)
+        assert pool.max_rows is not None
+        self._scratch = pool.num_blocks
+        self._max_model_len = pool.max_model_len
+        width = blocks_for(pool.max_model_len)
+        self._mirror = self._zeros((pool.max_sequences + 1) * width, torch.int32).view(-1, width)
+        self._mirror[_PADDING_ROW, 0] = self._scratch
+        self._block_tables = self._zeros(pool.max_rows * width, torch.int32).view(pool.max_rows, width)
+        self._query_start = device.upload(torch.arange(pool.max_rows + 1, dtype=torch.int32))
+        self._all_rows = device.upload(torch.arange(pool.max_rows))
+        self.buckets = [self._bucket(size) for size in bucket_sizes(pool.max_rows)]
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=self._decoder.device)
@@ -140,6 +150,7 @@ class GraphRunner(DecoderRunner):
             query_lens_host=[1] * size,
             context_lens_host=[1] * size,
             num_decodes=size,
+            deterministic=self._deterministic,
         )
         staging = [self._device.staging(size * _SECTIONS) for _ in range(_STAGES)]
         return _Bucket(size, numbers, staging, layout, token_ids, positions, table_rows)
@@ -149,17 +160,86 @@ class GraphRunner(DecoderRunner):
         """Record every bucket, the largest first. Takes seconds, and memory for the largest one's activations."""
         started = time.perf_counter()
         self._decoder.reserve_positions(self._max_model_len)  # growing later would leave the recorded tables behind
-        for bucket in reversed(self._buckets):
-            self._fill(bucket, [], [])
+        for bucket in reversed(self.buckets):
+            self._fill(bucket, DecodeNumbers(bucket.size, padding(bucket.size, self._scratch), None, [], []))
             bucket.replay, bucket.logits = self._device.record(partial(self._forward, bucket))
         self._device.read().wait()
-        return GraphCapture(tuple(b.size for b in self._buckets), time.perf_counter() - started)
+        return GraphCapture(tuple(b.size for b in self.buckets), time.perf_counter() - started)
 
     def _forward(self, bucket: _Bucket) -> torch.Tensor:
         bucket.layout.plan = None  # what an operator derives from the lengths is part of the work
         return self._decoder.forward(
-            bucket.token_ids, bucket.positions, bucket.layout, self._kv_cache, self._all_rows[: bucket.size]
+            bucket.token_ids, bucket.positions, bucket.layout, self.kv_cache, self._all_rows[: bucket.size]
         )
+
+    @torch.inference_mode()
+    def replay(self, step: DecodeNumbers) -> _Bucket:
+        """Replay the step's bucket, whose ``logits`` and ``token_ids`` are the step's until the next."""
+        bucket = next(bucket for bucket in self.buckets if bucket.size == step.size)
+        self._fill(bucket, step)
+        bucket.replay()
+        return bucket
+
+    def _fill(self, bucket: _Bucket, step: DecodeNumbers) -> None:
+        """Put a step's numbers into the bucket's buffers on the device."""
+        bucket.turn = (bucket.turn + 1) % _STAGES
+        stage = bucket.staging[bucket.turn]
+        stage.numpy().reshape(_SECTIONS, bucket.size)[:] = step.numbers
+        # For operators that look at the host's copy, as those of the CPU do; a recording does not.
+        bucket.layout.context_lens_host[:] = step.numbers[3].view(np.int32)[: bucket.size].tolist()
+        bucket.numbers.copy_(stage, non_blocking=True)
+        if step.changes is not None:
+            places, values = (self._device.upload(torch.from_numpy(part)) for part in step.changes)
+            self._mirror.view(-1).index_copy_(0, places, values)
+        torch.index_select(self._mirror, 0, bucket.table_rows, out=bucket.layout.block_tables)
+        self._insert_pending(bucket.token_ids, step.pending_places, step.pending_rows)
+
+
+def padding(size: int, scratch: int) -> Ints:
+    """The numbers of ``size`` rows that decode token 0 in the scratch blocks from ``scratch`` on."""
+    numbers = np.zeros((_SECTIONS, size), dtype=np.int64)
+    numbers[2] = scratch * BLOCK_SIZE + np.arange(size) % (NUM_SCRATCH_BLOCKS * BLOCK_SIZE)
+    numbers[3].view(np.int32)[:size] = 1
+    numbers[4] = _PADDING_ROW
+    return numbers
+
+
+class GraphRunner(DecoderRunner):
+    """A :class:`DecoderRunner` that replays decode-only steps.
+
+    Args:
+        decoder, num_blocks, max_sequences, max_model_len: see there.
+        max_rows: most sequences of a step.
+        device, deterministic, followers: see there.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        num_blocks: int,
+        max_sequences: int,
+        max_model_len: int,
+        *,
+        max_rows: int,
+        device: Device | None = None,
+        deterministic: bool = False,
+        followers: Followers | None = None,
+    ) -> None:
+        self._device = device or Device.of(decoder.device)
+        self._followers = followers
+        self._scratch = num_blocks
+        self._sizes = bucket_sizes(max_rows)
+        self._watched = _WatchedTables(max_sequences, blocks_for(max_model_len))
+        self._tables = self._watched
+        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic, max_rows)
+        self._tell(pool)
+        self._graphs = GraphExecutor(decoder, pool, self._device)
+        self._executor = self._graphs
+
+    def capture(self) -> GraphCapture:
+        """See :meth:`GraphExecutor.capture`."""
+        self._tell(Capture())
+        return self._graphs.capture()
 
     @torch.inference_mode()
     def run(self, step: Schedule) -> StepResult:
@@ -167,13 +247,12 @@ class GraphRunner(DecoderRunner):
         rows, sampled, prompts = self._logit_rows(step)
         if prompts or any(entry.num_new_tokens != 1 for entry in step.entries):
             return super().run(step)
-        bucket = next(bucket for bucket in self._buckets if bucket.size >= len(step.entries))
-        table_rows = [self._tables.row(entry.sequence) for entry in step.entries]
-        self._fill(bucket, step.entries, table_rows)
-        bucket.replay()
+        numbers = self._decode_numbers(step.entries)
+        self._tell(numbers)
+        bucket = self._graphs.replay(numbers)
         logits, last_tokens = bucket.logits[: len(rows)], None
         whole = rows == list(range(len(rows)))
-        index = None if whole else self._index(rows)
+        index = None if whole else self._executor.index(rows)
         if index is not None:
             logits = bucket.logits.index_select(0, index)
         if self._wants_last_tokens(sampled):
@@ -181,28 +260,17 @@ class GraphRunner(DecoderRunner):
             last_tokens = bucket.token_ids[: len(rows)].clone() if index is None else bucket.token_ids[index]
         return StepResult(sampled, logits, [], last_tokens, self._done(sampled))
 
-    def _fill(self, bucket: _Bucket, entries: list[ScheduledSequence], table_rows: list[int]) -> None:
-        """Put a step's numbers, and padding, into the bucket's buffers on the device."""
-        size, count = bucket.size, len(entries)
-        bucket.turn = (bucket.turn + 1) % _STAGES
-        stage = bucket.staging[bucket.turn]
-        numbers = stage.numpy().reshape(_SECTIONS, size)
-        padding = np.arange(size - count)
-        numbers[:2] = 0
-        numbers[2, count:] = self._scratch * BLOCK_SIZE + padding % (NUM_SCRATCH_BLOCKS * BLOCK_SIZE)
-        numbers[4, :count], numbers[4, count:] = table_rows, self._mirrored.padding_row
-        context = numbers[3].view(np.int32)[:size]
-        context[count:] = 1
-        if entries:
-            positions = np.array([entry.start for entry in entries], dtype=np.int64)
-            numbers[0, :count] = [0 if entry.pending else entry.token_ids[0] for entry in entries]
-            numbers[1, :count] = positions
-            blocks = self._tables.blocks(table_rows, positions // BLOCK_SIZE)
-            numbers[2, :count] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-            context[:count] = positions + 1
-        # For operators that look at the host's copy, as those of the CPU do; a recording does not.
-        bucket.layout.context_lens_host[:] = context.tolist()
-        bucket.numbers.copy_(stage, non_blocking=True)
-        self._mirrored.gather_into(bucket.table_rows, bucket.layout.block_tables)
+    def _decode_numbers(self, entries: list[ScheduledSequence]) -> DecodeNumbers:
+        count = len(entries)
+        table_rows = [self._tables.row(entry.sequence) for entry in entries]
+        size = next(size for size in self._sizes if size >= count)
+        numbers = padding(size, self._scratch)
+        positions = np.array([entry.start for entry in entries], dtype=np.int64)
+        numbers[0, :count] = [0 if entry.pending else entry.token_ids[0] for entry in entries]
+        numbers[1, :count] = positions
+        blocks = self._tables.blocks(table_rows, positions // BLOCK_SIZE)
+        numbers[2, :count] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        numbers[3].view(np.int32)[:count] = positions + 1
+        numbers[4, :count] = table_rows
         pending = [row for row, entry in enumerate(entries) if entry.pending]
-        self._insert_pending(bucket.token_ids, pending, [table_rows[row] for row in pending])
+        return DecodeNumbers(size, numbers, self._watched.changes(), pending, [table_rows[row] for row in pending])

@@ -7,12 +7,19 @@ import torch
 from carousel.engine.block_pool import blocks_for
 from carousel.engine.device import Device
 from carousel.engine.request import MAX_LOGPROBS, GenerationRequest, SamplingParams, Sequence
-from carousel.engine.runner import DecoderLike, DecoderRunner
+from carousel.engine.runner import DecoderLike, DecoderRunner, Followers
 from carousel.engine.sampler import Sampler, SequenceSampler
 from carousel.engine.scheduler import Schedule, ScheduledSequence
 
 
-def worst_step(decoder: DecoderLike, vocab_size: int, device: Device, num_tokens: int, num_rows: int) -> None:
+def worst_step(
+    decoder: DecoderLike,
+    vocab_size: int,
+    device: Device,
+    num_tokens: int,
+    num_rows: int,
+    followers: Followers | None = None,
+) -> None:
     """Run the largest of steps, on a KV pool that just holds it.
 
     A prompt of ``num_tokens`` whose request wants the log-probabilities of every token, so that all rows have logits;
@@ -20,7 +27,7 @@ def worst_step(decoder: DecoderLike, vocab_size: int, device: Device, num_tokens
     """
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
     sampler = Sampler(vocab_size, device)
-    runner = DecoderRunner(decoder, blocks_for(num_tokens), 1, num_tokens, device=device)
+    runner = DecoderRunner(decoder, blocks_for(num_tokens), 1, num_tokens, device=device, followers=followers)
     prompt = [token % vocab_size for token in range(num_tokens)]
     longest = _sequence(prompt, params, vocab_size)
     longest.block_table = list(range(blocks_for(num_tokens)))

@@ -1,9 +1,13 @@
-"""A schedule becomes tensors, one forward pass over all its tokens, and logits for the rows that sample."""
+"""A schedule becomes numbers, these become tensors, one forward pass over all its tokens, and logits for some rows.
+
+The numbers are plain data: what :class:`DecoderRunner` makes of a schedule, an :class:`Executor` runs, in this process
+and in those of further ranks alike.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +19,22 @@ from carousel.engine.scheduler import Schedule, ScheduledSequence
 from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+Ints = np.ndarray[Any, np.dtype[Any]]
+
+
+class Ranks(Protocol):
+    """Of ``carousel.models.parallel.Ranks``."""
+
+    def share(self, x: torch.Tensor) -> None: ...
 
 
 class DecoderLike(Protocol):
     """What the runner needs of a model (``carousel.models.decoder.Decoder``)."""
 
     device: torch.device
+
+    @property
+    def ranks(self) -> Ranks: ...
 
     def allocate_kv_cache(self, num_blocks: int) -> KVCache: ...
 
@@ -34,6 +48,54 @@ class DecoderLike(Protocol):
         kv_cache: KVCache,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor: ...
+
+
+class Followers(Protocol):
+    """The other ranks of a decoder that is split among several: what the first one does, they do."""
+
+    def tell(self, message: object) -> None:
+        """Hand a message of plain data to every one of them, which it acts on in order; does not wait.
+
+        Raises:
+            RankLost: one of them has ended.
+        """
+
+
+@dataclass(slots=True)
+class NewPool:
+    """Message: make an executor, with a KV pool, in place of the one before. ``max_rows``: of recorded decodes."""
+
+    num_blocks: int
+    max_sequences: int
+    max_model_len: int
+    deterministic: bool
+    max_rows: int | None = None
+
+
+@dataclass(slots=True)
+class StepNumbers:
+    """Message: a step, flattened: T tokens of S sequences, R rows of which logits are wanted.
+
+    ``pending_places`` are flat rows whose token only the device knows, as the last one fed to ``pending_rows``.
+    """
+
+    token_ids: Ints  # int64 [T]
+    positions: Ints  # int64 [T]
+    slots: Ints  # int64 [T]
+    query_start: Ints  # int32 [S + 1]
+    context_lens: Ints  # int32 [S]
+    block_tables: Ints  # int32 [S, W]
+    logit_rows: Ints  # int64 [R]
+    num_decodes: int
+    pending_places: list[int]
+    pending_rows: list[int]
+
+
+@dataclass(slots=True)
+class Feed:
+    """Message: what was sampled for these rows of the block tables follows, from the first rank's device."""
+
+    rows: list[int]
 
 
 @dataclass(slots=True)
@@ -100,8 +162,63 @@ class BlockTables:
             self._free.append(held[0])
 
 
+class Executor:
+    """Runs steps on a decoder, launching every operator of every step, and keeps what lasts from one to the next.
+
+    Args:
+        decoder: the model, or a rank's part.
+        pool: sizes.
+        device: where it is.
+    """
+
+    def __init__(self, decoder: DecoderLike, pool: NewPool, device: Device) -> None:
+        self._device = device
+        self._decoder = decoder
+        self._deterministic = pool.deterministic
+        self._last_tokens = torch.zeros(pool.max_sequences, dtype=torch.int64, device=decoder.device)
+        self.kv_cache = decoder.allocate_kv_cache(pool.num_blocks)
+
+    @torch.inference_mode()
+    def run(self, numbers: StepNumbers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One forward pass: logits float32 [R, V], token ids [T] and ``logit_rows`` on the device."""
+
+        def tensor(values: Ints) -> torch.Tensor:
+            return self._device.upload(torch.from_numpy(values))
+
+        layout = BatchLayout(
+            query_start=tensor(numbers.query_start),
+            context_lens=tensor(numbers.context_lens),
+            block_tables=tensor(numbers.block_tables),
+            slots=tensor(numbers.slots),
+            query_lens_host=np.diff(numbers.query_start).tolist(),
+            context_lens_host=numbers.context_lens.tolist(),
+            num_decodes=numbers.num_decodes,
+            deterministic=self._deterministic,
+        )
+        ids, positions, rows = tensor(numbers.token_ids), tensor(numbers.positions), tensor(numbers.logit_rows)
+        self._insert_pending(ids, numbers.pending_places, numbers.pending_rows)
+        return self._decoder.forward(ids, positions, layout, self.kv_cache, rows), ids, rows
+
+    @torch.inference_mode()
+    def feed(self, rows: list[int], tokens: torch.Tensor | None = None) -> None:
+        """Remember ``tokens`` int64 [R] under rows of the block tables; the first rank's, where this is another."""
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self._decoder.device) if tokens is None else tokens
+        self._decoder.ranks.share(tokens)
+        self._last_tokens.index_copy_(0, self.index(rows), tokens)
+
+    def index(self, rows: list[int]) -> torch.Tensor:
+        """Row numbers, on the device."""
+        return self._device.upload(torch.tensor(rows, dtype=torch.int64))
+
+    def _insert_pending(self, token_ids: torch.Tensor, places: list[int], table_rows: list[int]) -> None:
+        """Put the tokens that only the device knows where they belong."""
+        if places:
+            fed = self._last_tokens.index_select(0, self.index(table_rows))
+            token_ids.index_copy_(0, self.index(places), fed)
+
+
 class DecoderRunner:
-    """Runs a decoder on its device, launching every operator of every step.
+    """Runs a decoder on its device.
 
     Args:
         decoder: the model.
@@ -109,6 +226,8 @@ class DecoderRunner:
         max_sequences: most sequences that may hold blocks at once.
         max_model_len: longest context, in tokens.
         device: None: the decoder's own.
+        deterministic: attention of a token does not depend on what else is in the step (``BatchLayout``).
+        followers: the ranks that run the rest of the decoder; None: it is whole.
     """
 
     def __init__(
@@ -119,20 +238,27 @@ class DecoderRunner:
         max_model_len: int,
         *,
         device: Device | None = None,
+        deterministic: bool = False,
+        followers: Followers | None = None,
     ) -> None:
         self._device = device or Device.of(decoder.device)
-        self._decoder = decoder
-        self._last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=decoder.device)  # by block table row
-        self._kv_cache = decoder.allocate_kv_cache(num_blocks)
+        self._followers = followers
         self._tables = BlockTables(max_sequences, blocks_for(max_model_len))
+        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic)
+        self._tell(pool)
+        self._executor = Executor(decoder, pool, self._device)
+
+    def _tell(self, message: object) -> None:
+        if self._followers is not None:
+            self._followers.tell(message)
 
     @torch.inference_mode()
     def run(self, step: Schedule) -> StepResult:
         """One forward pass over every token of ``step``."""
-        token_ids, positions, layout = self._flatten(step)
         rows, sampled, wanted = self._logit_rows(step)
-        logit_rows = self._index(rows)
-        logits = self._decoder.forward(token_ids, positions, layout, self._kv_cache, logit_rows)
+        numbers = self._flatten(step, rows)
+        self._tell(numbers)
+        logits, token_ids, logit_rows = self._executor.run(numbers)
         last_tokens = None
         if self._wants_last_tokens(sampled):
             last_tokens = token_ids.index_select(0, logit_rows[: len(sampled)])
@@ -149,60 +275,45 @@ class DecoderRunner:
     def _done(self, sampled: list[Sequence]) -> Readback | None:
         return None if sampled else self._device.read()
 
-    @torch.inference_mode()
     def feed(self, sequences: list[Sequence], tokens: torch.Tensor) -> None:
         """See :meth:`Runner.feed`. A failed sequence's row may run once more: its token must be one to look up."""
-        rows = self._index([self._tables.row(sequence) for sequence in sequences])
-        self._last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
-
-    def _index(self, rows: list[int]) -> torch.Tensor:
-        return self._device.upload(torch.tensor(rows, dtype=torch.int64))
+        rows = [self._tables.row(sequence) for sequence in sequences]
+        self._tell(Feed(rows))
+        self._executor.feed(rows, tokens.clamp_min(0))
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence's block table is void: it was preempted or has ended."""
         self._tables.forget(sequence)
 
-    def _flatten(self, step: Schedule) -> tuple[torch.Tensor, torch.Tensor, BatchLayout]:
+    def _flatten(self, step: Schedule, logit_rows: list[int]) -> StepNumbers:
         entries = step.entries
         token_ids: list[int] = []
         rows: list[int] = []
         for entry in entries:
             token_ids += entry.token_ids
             rows.append(self._tables.row(entry.sequence))
-        query_lens = [entry.num_new_tokens for entry in entries]
-        context_lens = [entry.end for entry in entries]
-        lengths = np.array(query_lens, dtype=np.int64)
+        lengths = np.array([entry.num_new_tokens for entry in entries], dtype=np.int64)
+        context_lens = np.array([entry.end for entry in entries], dtype=np.int32)
         query_start = np.zeros(len(entries) + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start[1:])
         # Position of flat row t in sequence s: start[s] + (t - query_start[s]).
         starts = np.array([entry.start for entry in entries], dtype=np.int64)
         positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(starts - query_start[:-1], lengths)
-        tables = self._tables.gather(rows, blocks_for(max(context_lens)))
+        tables = self._tables.gather(rows, blocks_for(int(context_lens.max())))
         blocks = tables[np.repeat(np.arange(len(entries)), lengths), positions // BLOCK_SIZE].astype(np.int64)
-        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-
-        def tensor(values: np.ndarray) -> torch.Tensor:
-            return self._device.upload(torch.from_numpy(values))
-
-        layout = BatchLayout(
-            query_start=tensor(query_start.astype(np.int32)),
-            context_lens=tensor(np.array(context_lens, dtype=np.int32)),
-            block_tables=tensor(tables),
-            slots=tensor(slots),
-            query_lens_host=query_lens,
-            context_lens_host=context_lens,
-            num_decodes=sum(1 for length in query_lens if length == 1),
-        )
-        ids = tensor(np.array(token_ids, dtype=np.int64))
         pending = [i for i, entry in enumerate(entries) if entry.pending]
-        self._insert_pending(ids, [int(query_start[i + 1]) - 1 for i in pending], [rows[i] for i in pending])
-        return ids, tensor(positions), layout
-
-    def _insert_pending(self, token_ids: torch.Tensor, places: list[int], table_rows: list[int]) -> None:
-        """Put the tokens that only the device knows where they belong."""
-        if places:
-            fed = self._last_tokens.index_select(0, self._index(table_rows))
-            token_ids.index_copy_(0, self._index(places), fed)
+        return StepNumbers(
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=positions,
+            slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            query_start=query_start.astype(np.int32),
+            context_lens=context_lens,
+            block_tables=tables,
+            logit_rows=np.array(logit_rows, dtype=np.int64),
+            num_decodes=int((lengths == 1).sum()),
+            pending_places=[int(query_start[i + 1]) - 1 for i in pending],
+            pending_rows=[rows[i] for i in pending],
+        )
 
     @staticmethod
     def _logit_rows(step: Schedule) -> tuple[list[int], list[Sequence], list[ScheduledSequence]]:

@@ -17,11 +17,12 @@ import carousel_kernels as ck
 from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 
 from .families import DecoderConfig
+from .parallel import ALONE, Part, Ranks
 from .rope import RopeConfig, cos_sin_table
-from .weights import DecoderWeights, Linear, TensorSource, Weights, trim_heap
+from .weights import DecoderWeights, Linear, Piece, TensorSource, Weights, trim_heap
 
 KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer K and V, each [num_blocks, 16, Hkv, D]."""
+"""Per layer K and V, each [num_blocks, 16, Hkv, D], of the KV heads that this rank holds."""
 
 _FIRST_ROPE_ROWS = 4096
 
@@ -32,7 +33,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Layer:
-    """Attention and MLP of one layer. ``rope`` is its table, or None for a layer without positions."""
+    """Attention and MLP of one layer, or a rank's part. ``rope`` is its table, or None for a layer without positions.
+
+    Queries, keys, values and the MLP's inner features are the rank's own; what goes into and comes out of a branch is
+    whole in every rank.
+    """
 
     __slots__ = (
         "activation",
@@ -58,10 +63,12 @@ class _Layer:
     )
 
     def __init__(self, index: int, weights: DecoderWeights) -> None:
-        config = weights.config
+        config, split = weights.config, weights.split
         name = f"layers.{index}."
         hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, kv_heads = config.num_heads, config.num_kv_heads
+        all_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        ranges = (split.heads, split.kv_heads, split.kv_heads)
+        heads, kv_heads = (end - begin for begin, end in ranges[:2])
         one = 1.0 if config.norm_offset else 0.0
         self.eps = config.rms_norm_eps
         self.head_dim = size
@@ -78,16 +85,22 @@ class _Layer:
             return weights.tensor(f"{name}{which}.weight", (length,), offset=one)
 
         self.attention_norm = norm("input_layernorm")
-        qkv = [(f"{name}self_attn.{p}_proj", n * size) for p, n in zip("qkv", self.sections, strict=True)]
+        qkv = [
+            Piece(f"{name}self_attn.{p}_proj", n * size, Part(0, begin * size, end * size))
+            for p, n, (begin, end) in zip("qkv", all_heads, ranges, strict=True)
+        ]
         self.qkv = _fused_linear(weights, f"{name}self_attn.qkv_proj", qkv, hidden, config.qkv_bias)
-        self.output = _linear(weights, f"{name}self_attn.o_proj", hidden, self.width, config.output_bias)
+        columns = Part(1, split.heads[0] * size, split.heads[1] * size)
+        self.output = _linear(
+            weights, f"{name}self_attn.o_proj", (hidden, config.num_heads * size), columns, config.output_bias
+        )
         self.q_norm = norm("self_attn.q_norm", size) if config.qk_norm else None
         self.k_norm = norm("self_attn.k_norm", size) if config.qk_norm else None
         self.post_attention_norm = norm("post_attention_layernorm") if config.post_norms else None
         self.mlp_norm = norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
-        gate_up = [(f"{name}mlp.gate_proj", inner), (f"{name}mlp.up_proj", inner)]
+        gate_up = [Piece(f"{name}mlp.{p}_proj", inner, Part(0, *split.inner)) for p in ("gate", "up")]
         self.gate_up = _fused_linear(weights, f"{name}mlp.gate_up_proj", gate_up, hidden, config.mlp_bias)
-        self.down = _linear(weights, f"{name}mlp.down_proj", hidden, inner, config.mlp_bias)
+        self.down = _linear(weights, f"{name}mlp.down_proj", (hidden, inner), Part(1, *split.inner), config.mlp_bias)
         self.post_mlp_norm = norm("post_feedforward_layernorm") if config.post_norms else None
 
     def __call__(
@@ -130,27 +143,31 @@ class _Layer:
         return x, residual
 
 
-def _linear(weights: DecoderWeights, name: str, rows: int, columns: int, bias: bool) -> Linear:
-    """A projection back into the residual stream, with the branch's multiplier folded in."""
-    scale = weights.config.residual_scale
+def _linear(weights: DecoderWeights, name: str, shape: tuple[int, int], part: Part, bias: bool) -> Linear:
+    """A projection back into the residual stream, with the branch's multiplier folded in, summed over the ranks."""
+    scale, ranks = weights.config.residual_scale, weights.ranks
 
-    def read() -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = weights.tensor(f"{name}.weight", (rows, columns), scale=scale)
-        return weight, weights.tensor(f"{name}.bias", (rows,), scale=scale) if bias else None
+    def read() -> torch.Tensor:
+        return weights.tensor(f"{name}.weight", shape, scale=scale, part=part)
 
-    return weights.linear(name, (rows, columns), read)
+    def read_bias() -> torch.Tensor | None:
+        found = weights.tensor(f"{name}.bias", shape[:1], scale=scale) if bias else None
+        return found if ranks.rank == 0 else None  # the sum has it once
+
+    layer = weights.linear(name, (shape[0], part.length), read, read_bias, [Piece(name, shape[0], part)], scale)
+    return layer if ranks.size == 1 else lambda x: ranks.sum(layer(x))
 
 
-def _fused_linear(
-    weights: DecoderWeights, whole: str, parts: list[tuple[str, int]], columns: int, bias: bool
-) -> Linear:
-    def read() -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = weights.fused(f"{whole}.weight", [(f"{part}.weight", n) for part, n in parts], columns)
-        if not bias:
-            return weight, None
-        return weight, weights.fused(f"{whole}.bias", [(f"{part}.bias", n) for part, n in parts], None)
+def _fused_linear(weights: DecoderWeights, whole: str, pieces: list[Piece], columns: int, bias: bool) -> Linear:
+    shape = sum(piece.part.length for piece in pieces), columns
 
-    return weights.linear(whole, (sum(n for _, n in parts), columns), read)
+    def read() -> torch.Tensor:
+        return weights.fused(whole, pieces, columns, ".weight")
+
+    def read_bias() -> torch.Tensor | None:
+        return weights.fused(whole, pieces, None, ".bias") if bias else None
+
+    return weights.linear(whole, shape, read, read_bias, pieces)
 
 
 class Decoder:
@@ -163,9 +180,10 @@ class Decoder:
         device, dtype: where and in what the weights and activations are. Logits are float32 always.
         max_model_len: the longest context that will be served, in tokens; None: ``config.default_model_len``. It
             fixes the frequencies of length-dependent RoPE (see ``rope``).
+        ranks: among whom it is split; all of them call its methods in the same order, with the same arguments.
 
     Raises:
-        ModelLoadError: a tensor is missing, unexpected or has another shape.
+        ModelLoadError: a tensor is missing, unexpected or has another shape; or it cannot be split among so many ranks.
     """
 
     def __init__(
@@ -176,14 +194,22 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         *,
         max_model_len: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        weights = source if isinstance(source, DecoderWeights) else Weights(source, config, torch.device(device), dtype)
+        weights = (
+            source
+            if isinstance(source, DecoderWeights)
+            else Weights(source, config, torch.device(device), dtype, ranks)
+        )
         self.config = config
+        self.ranks = weights.ranks
+        self._split = weights.split
         self.device = weights.device
         self.dtype = weights.dtype
         self.max_model_len = max_model_len or config.default_model_len
         table = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.tensor("embed_tokens.weight", table)
+        tokens = Part(0, *weights.split.vocab)
+        self._embedding = weights.tensor("embed_tokens.weight", table, part=tokens)
         self._layers = []
         for index in range(config.num_layers):
             self._layers.append(_Layer(index, weights))
@@ -192,35 +218,52 @@ class Decoder:
         one = 1.0 if config.norm_offset else 0.0
         scale = config.logit_scale
         self._norm = weights.tensor("norm.weight", (config.hidden_size,), scale=scale, offset=one * scale)
-        self._head = weights.linear("lm_head", table, lambda: (self._head_table(weights, table), None))
+        shape = (tokens.length, config.hidden_size)
+        tied = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self._head = weights.linear(
+            "lm_head",
+            shape,
+            lambda: self._head_table(weights, table, tokens),
+            lambda: None,
+            [Piece(tied, config.vocab_size, tokens)],
+        )
         weights.finish()
         trim_heap()
         self.weight_bytes = weights.bytes
-        """Bytes of all parameters; a tied table counts once, or twice where the output layer is a quantised copy."""
+        """Bytes of all parameters here; a tied table counts once, or twice where the output layer is a quantised
+        copy."""
+        self.kv_dtype = self.dtype
+        """Of cached keys and values; may be changed to float8_e4m3fn, whose scale is 1, before any are allocated."""
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._rope_rows = 0
         self.reserve_positions(min(self.max_model_len, _FIRST_ROPE_ROWS))
 
-    def _head_table(self, weights: DecoderWeights, shape: tuple[int, int]) -> torch.Tensor:
-        return self._embedding if self.config.tie_word_embeddings else weights.tensor("lm_head.weight", shape)
+    def _head_table(self, weights: DecoderWeights, shape: tuple[int, int], part: Part) -> torch.Tensor:
+        return (
+            self._embedding if self.config.tie_word_embeddings else weights.tensor("lm_head.weight", shape, part=part)
+        )
+
+    @property
+    def _kv_heads(self) -> int:
+        return self._split.kv_heads[1] - self._split.kv_heads[0]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes in all layers."""
+        """Bytes of K and V that one token takes in all layers, in this rank."""
         config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        return 2 * config.num_layers * self._kv_heads * config.head_dim * self.kv_dtype.itemsize
 
     def allocate_kv_cache(self, num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of ``num_blocks`` blocks for every layer, zeroed, each [num_blocks, 16, Hkv, D] of ``dtype``."""
-        shape = (num_blocks, BLOCK_SIZE, self.config.num_kv_heads, self.config.head_dim)
+        """K and V of ``num_blocks`` blocks for every layer, zeroed, each [num_blocks, 16, Hkv, D] of ``kv_dtype``."""
+        shape = (num_blocks, BLOCK_SIZE, self._kv_heads, self.config.head_dim)
 
         def zeros() -> torch.Tensor:
             if self.device.type != "cpu":
-                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+                return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
             # numpy asks the system for zeroed pages, which take memory only once they are written; torch would write
             # them all, and a pool is sized for the worst hour.
-            size = math.prod(shape) * self.dtype.itemsize
-            return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(self.dtype).view(shape)
+            size = math.prod(shape) * self.kv_dtype.itemsize
+            return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(self.kv_dtype).view(shape)
 
         return [(zeros(), zeros()) for _ in self._layers]
 
@@ -238,6 +281,14 @@ class Decoder:
                 tables[rope] = cos_sin_table(rope, rows, self.max_model_len).to(self.device)
             layer.rope = tables[rope]
         self._rope_rows = rows
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.ranks.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        begin, end = self._split.vocab
+        elsewhere = (token_ids < begin) | (token_ids >= end)
+        rows = F.embedding((token_ids - begin).masked_fill_(elsewhere, 0), self._embedding)
+        return self.ranks.sum(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
 
     def forward(
         self,
@@ -260,7 +311,7 @@ class Decoder:
         """
         if max(layout.context_lens_host) > self._rope_rows:
             self.reserve_positions(max(layout.context_lens_host))
-        x = F.embedding(token_ids, self._embedding)
+        x = self._embedded(token_ids)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
         residual: torch.Tensor | None = None
@@ -274,7 +325,11 @@ class Decoder:
         x, _ = ck.add_rms_norm(x, residual, self._norm, self.config.rms_norm_eps)
         if wanted is None:
             x = x.index_select(0, logit_rows)
-        logits = self._head(x).float()
+        logits = self._head(x)
+        if self.ranks.size > 1:
+            logits = F.pad(logits, (0, self._split.vocab_width - logits.shape[1]))
+            logits = self.ranks.join_columns(logits)[:, : self.config.vocab_size]
+        logits = logits.float()
         if self.config.final_softcap is not None:
             logits = logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
         return logits

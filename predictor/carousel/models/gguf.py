@@ -20,6 +20,7 @@ import torch
 from .dequantize import dequantize_into, tensor_bytes
 from .errors import ModelLoadError
 from .files import check_regular
+from .parallel import Part
 from .weights import drop_pages
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -253,20 +254,29 @@ class GGUFSource:
         if name not in self._raw:
             return []
         out = torch.empty(self._raw[name][1].shape)
-        self._read(name, out, 1.0, 0.0)
+        self._read(name, out, 1.0, 0.0, None)
         values: list[float] = out.tolist()
         return values
 
-    def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
-        heads = self._permuted_heads(name)
-        if heads:
+    def read(
+        self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> None:
+        """Parts of rows are read as whole rows: they are packed in groups of columns."""
+        heads, raw = self._permuted_heads(name), self._names[name]
+        shape = self._raw[raw][1].shape
+        if part is not None and part.dim > 0:
+            whole = torch.empty(shape)
+            self.read(name, whole, scale=scale, offset=offset)
+            out.copy_(part.of(whole))
+        elif heads:
             # The converter put the two halves of each head's rows side by side: pairs, as llama.cpp rotates them.
+            half = shape[0] // heads // 2
             stored = torch.empty(out.shape)
-            self._read(self._names[name], stored, scale, offset)
-            half = out.shape[0] // heads // 2
-            out.unflatten(0, (heads, 2, half)).transpose(1, 2).copy_(stored.unflatten(0, (heads, half, 2)))
+            self._read(raw, stored, scale, offset, part)
+            pairs = stored.unflatten(0, (-1, half, 2))
+            out.unflatten(0, (-1, 2, half)).transpose(1, 2).copy_(pairs)
         else:
-            self._read(self._names[name], out, scale, offset)
+            self._read(raw, out, scale, offset, part)
 
     def _permuted_heads(self, name: str) -> int:
         """How many heads' rows the converter permuted in this tensor; 0 for none."""
@@ -279,11 +289,15 @@ class GGUFSource:
             return int(self.metadata.get(f"{self.architecture}.attention.head_count_kv", heads))
         return 0
 
-    def _read(self, raw: str, out: torch.Tensor, scale: float, offset: float) -> None:
+    def _read(self, raw: str, out: torch.Tensor, scale: float, offset: float, rows: Part | None) -> None:
         file, info = self._raw[raw]
-        data = torch.frombuffer(file.map, dtype=torch.uint8, offset=info.begin, count=info.end - info.begin)
+        begin, end = info.begin, info.end
+        if rows is not None:
+            size = (end - begin) // info.shape[0]
+            begin, end = begin + rows.begin * size, begin + rows.end * size
+        data = torch.frombuffer(file.map, dtype=torch.uint8, offset=begin, count=end - begin)
         dequantize_into(data, info.ggml_type, out, scale, offset)
-        drop_pages(file.map, info.begin, info.end)
+        drop_pages(file.map, begin, end)
 
 
 _LEAVES = {

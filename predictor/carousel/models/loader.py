@@ -6,21 +6,28 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+import carousel_kernels as ck
 
 from .decoder import Decoder
 from .errors import ModelLoadError, UnsupportedModel
 from .families import DecoderConfig, decoder_config
 from .gguf import GGUFSource, hf_config, split_files
+from .packed import PackedSource, PackedWeights, scheme_of_checkpoint
+from .parallel import ALONE, Ranks
 from .prepared import PreparedStore
 from .quantization import quantized_decoder, scheme_of
 from .tokenizer import Tokenizer, load_gguf_tokenizer, load_tokenizer, read_json
-from .weights import TensorSource, open_safetensors
+from .weights import DecoderWeights, TensorSource, open_safetensors
+
+if TYPE_CHECKING:
+    from carousel.engine.ranks import RankGroup
 
 __all__ = ["LoadedModel", "ModelLoadError", "UnsupportedModel", "load_model"]
 
@@ -34,7 +41,8 @@ class LoadedModel:
     """A model, ready to compute.
 
     ``generation_defaults`` are the model's generation_config (temperature, top_p, ...), {} if it has none;
-    ``max_model_len`` is the longest context in tokens that it is meant (or was asked) to serve.
+    ``max_model_len`` is the longest context in tokens that it is meant (or was asked) to serve; ``ranks`` have the rest
+    of the decoder, where it is split.
     """
 
     decoder: Decoder
@@ -43,6 +51,7 @@ class LoadedModel:
     architecture: str
     path: Path
     max_model_len: int
+    ranks: RankGroup | None = None
 
 
 def load_model(
@@ -53,6 +62,9 @@ def load_model(
     quantization: str = "none",
     cache_dir: Path | str | None = None,
     max_model_len: int | None = None,
+    deterministic: bool = False,
+    kv_dtype: str = "auto",
+    ranks: Ranks | None = None,
     log: Callable[[str], None] = _log.info,
 ) -> LoadedModel:
     """Load a model directory (config.json, safetensors, tokenizer), a GGUF file, or a directory with one GGUF.
@@ -65,12 +77,17 @@ def load_model(
         cache_dir: where prepared weights and measurements are kept; it may be read-only. None: nowhere.
         max_model_len: the longest context to serve, in tokens; None for the model's own. Beyond the model's
             original length it stretches RoPE where that depends on the length (dynamic, longrope).
+        deterministic: linear layers whose result for a row does not depend on the other rows, to the last bit; not on
+            the CPU.
+        kv_dtype: of cached keys and values: "auto", that of the weights, or "fp8".
+        ranks: among whom the decoder is split; None: it is whole.
         log: receives one line on what was loaded.
 
     Raises:
         ModelLoadError: naming the file, the cause and what to try.
         UnsupportedModel (a ModelLoadError): naming the architecture and the supported ones.
-        ValueError: an unknown ``dtype``; or a ``quantization`` that is unknown, or does not run on the device.
+        ValueError: an unknown ``dtype``; a ``quantization`` that is unknown, or does not run on the device; or
+            ``deterministic`` where it does not run.
     """
     started = time.monotonic()
     path, device = Path(path), torch.device(device)
@@ -81,12 +98,23 @@ def load_model(
     with _damage(file or path):
         config, source, tokenizer, defaults = _read_directory(path) if file is None else _read_gguf(file)
     measured = store.restore_choices() if store else {}
-    if scheme == "none":
-        decoder, how = Decoder(config, source, device, torch_dtype, max_model_len=max_model_len), ""
-    else:
-        decoder, how = quantized_decoder(config, source, torch_dtype, scheme, store, max_model_len)
+    group = ranks or ALONE
+    with ck.uniform_linears() if deterministic else nullcontext():
+        if scheme == "none":
+            weights: TensorSource | DecoderWeights = source
+            if isinstance(source, PackedSource) and device.type != "cpu":
+                weights = PackedWeights(source, config, device, torch_dtype, group)
+            decoder = Decoder(config, weights, device, torch_dtype, max_model_len=max_model_len, ranks=group)
+            how = ""
+        else:
+            decoder, how = quantized_decoder(config, source, torch_dtype, scheme, store, max_model_len, group)
+    if kv_dtype == "fp8":
+        decoder.kv_dtype = torch.float8_e4m3fn
     if store is not None:
         store.save_choices(measured)
+    if isinstance(source, PackedSource):
+        # A CPU has no kernel for these formats: they take the room of plain weights there.
+        how = f", from {source.scheme.name}{'' if device.type != 'cpu' else ', widened'}{how}"
     log(
         f"loaded {config.architecture} from {path} in {time.monotonic() - started:.2f} s: "
         f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}{how}"
@@ -109,7 +137,9 @@ def _read_directory(path: Path) -> _Parts:
     if not hf:
         raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
     config = _config(hf, path / "config.json")
-    source = open_safetensors(path)
+    scheme = scheme_of_checkpoint(hf)
+    plain = open_safetensors(path)
+    source: TensorSource = plain if scheme is None else PackedSource(plain, scheme)
     defaults = read_json(path / "generation_config.json")
     return config, source, load_tokenizer(path, hf, defaults), defaults
 

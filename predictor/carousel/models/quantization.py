@@ -6,7 +6,7 @@ The embedding's table, norms and biases stay as they are; a tied output layer is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,8 +15,9 @@ from carousel_kernels.int8_weights import LAYOUT_VERSION
 
 from .decoder import Decoder
 from .families import DecoderConfig
+from .parallel import ALONE, Part, Ranks
 from .prepared import PreparedStore, weights_key
-from .weights import DecoderWeights, Linear, TensorSource, Weights
+from .weights import DecoderWeights, Linear, Piece, TensorSource, Weights
 
 __all__ = ["SCHEMES", "PreparedWeights", "QuantizingWeights", "quantized_decoder", "scheme_of"]
 
@@ -58,22 +59,37 @@ class QuantizingWeights(Weights):
     ``made`` has all that was handed out, under the names by which ``PreparedWeights`` finds it.
     """
 
-    def __init__(self, source: TensorSource, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(source, config, device, dtype)
+    def __init__(
+        self,
+        source: TensorSource,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        super().__init__(source, config, device, dtype, ranks)
         self.made: dict[str, torch.Tensor] = {}
         self._passing = False  # what is read now does not stay
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
-        out = super().tensor(name, shape, scale=scale, offset=offset)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> torch.Tensor:
+        out = super().tensor(name, shape, scale=scale, offset=offset, part=part)
         if not self._passing:
             self.made[name] = out
         return out
 
     def linear(
-        self, name: str, shape: tuple[int, int], read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+        self,
+        name: str,
+        shape: tuple[int, int],
+        read: Callable[[], torch.Tensor],
+        read_bias: Callable[[], torch.Tensor | None],
+        pieces: Sequence[Piece] = (),
+        scale: float = 1.0,
     ) -> Linear:
         before, self._passing = self.bytes, True
-        quantized = ck.quantize_weight(*read())
+        quantized = ck.quantize_weight(read(), read_bias())
         self._passing = False
         self.bytes = before + quantized.nbytes
         self.made |= {f"{name}.{part}": tensor for part, tensor in quantized.tensors().items()}
@@ -87,19 +103,29 @@ class PreparedWeights(DecoderWeights):
         ValueError: a tensor is missing or is not what the config asks for.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], config: DecoderConfig, dtype: torch.dtype) -> None:
-        super().__init__(config, _CPU, dtype)
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], config: DecoderConfig, dtype: torch.dtype, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(config, _CPU, dtype, ranks)
         self._tensors = tensors
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
-        tensor = self._tensors.get(name)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> torch.Tensor:
+        tensor, shape = self._tensors.get(name), shape if part is None else part.shape_of(shape)
         if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
             raise ValueError(f"{name}: not {self.dtype} {list(shape)}")
         self.bytes += tensor.nbytes
         return tensor
 
     def linear(
-        self, name: str, shape: tuple[int, int], read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+        self,
+        name: str,
+        shape: tuple[int, int],
+        read: Callable[[], torch.Tensor],
+        read_bias: Callable[[], torch.Tensor | None],
+        pieces: Sequence[Piece] = (),
+        scale: float = 1.0,
     ) -> Linear:
         parts = {part: self._tensors.get(f"{name}.{part}") for part in ("codes", "scales", "shifts", "bias")}
         quantized = ck.QuantizedWeight.of({k: v for k, v in parts.items() if v is not None}, *shape)
@@ -114,6 +140,7 @@ def quantized_decoder(
     scheme: str,
     store: PreparedStore | None,
     max_model_len: int | None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Decoder, str]:
     """A decoder with quantised layers on the CPU: from prepared weights, or made now and kept for the next start.
 
@@ -121,17 +148,19 @@ def quantized_decoder(
     """
     files = source.files()
     if store is None or not files:
-        return Decoder(config, QuantizingWeights(source, config, _CPU, dtype), max_model_len=max_model_len), _NOW
-    key = weights_key(files, scheme, LAYOUT_VERSION, dtype, config, root=store.root)
+        now = QuantizingWeights(source, config, _CPU, dtype, ranks)
+        return Decoder(config, now, max_model_len=max_model_len), _NOW
+    place = () if ranks.size == 1 else ((ranks.rank, ranks.size),)
+    key = weights_key(files, scheme, LAYOUT_VERSION, dtype, config, *place, root=store.root)
     tensors = store.load(key)
     if tensors is not None:
         try:
-            weights = PreparedWeights(tensors, config, dtype)
+            weights = PreparedWeights(tensors, config, dtype, ranks)
             return Decoder(config, weights, max_model_len=max_model_len), ", quantised before"
         except ValueError as error:
             _log.warning(
                 "the prepared weights in %s are not this model's (%s): preparing them again", store.root, error
             )
-    made = QuantizingWeights(source, config, _CPU, dtype)
+    made = QuantizingWeights(source, config, _CPU, dtype, ranks)
     decoder = Decoder(config, made, max_model_len=max_model_len)
     return decoder, _NOW + (" and kept" if store.save(key, made.made) else "")

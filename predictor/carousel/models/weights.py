@@ -14,6 +14,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ import carousel_kernels as ck
 from .errors import ModelLoadError
 from .families import DecoderConfig
 from .files import check_regular, parse_object, read_text
+from .parallel import ALONE, Part, Ranks, Split
 
 _CHUNK_ELEMENTS = 1 << 22
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -41,8 +43,13 @@ class TensorSource(Protocol):
     def files(self) -> Sequence[Path]:
         """All files that hold tensors; none for what is in memory only."""
 
-    def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
-        """Write tensor * scale + offset, computed in float32, into ``out``: same shape, any float dtype and device."""
+    def read(
+        self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> None:
+        """Write tensor * scale + offset, computed in float32, into ``out``: same shape, any float dtype and device.
+
+        With ``part`` only that of the tensor, and as little else as possible is read.
+        """
 
 
 def copy_rows(source: torch.Tensor, out: torch.Tensor, scale: float = 1.0, offset: float = 0.0) -> None:
@@ -72,8 +79,11 @@ class DictSource:
     def files(self) -> list[Path]:
         return []
 
-    def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
-        copy_rows(self._tensors[name], out, scale, offset)
+    def read(
+        self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> None:
+        tensor = self._tensors[name]
+        copy_rows(tensor if part is None else part.of(tensor), out, scale, offset)
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
@@ -114,6 +124,14 @@ _DTYPES = {
 }
 
 
+_RAW_DTYPES = _DTYPES | {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 MAX_HEADER_BYTES = 32 * 2**20
@@ -183,7 +201,7 @@ class _SafetensorsFile:
     def _damaged(self, name: str, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: tensor {_short(name)} {what}; its header is damaged, download it again")
 
-    def read(self, name: str, out: torch.Tensor, scale: float, offset: float) -> None:
+    def read(self, name: str, out: torch.Tensor, scale: float, offset: float, part: Part | None) -> None:
         entry = self.entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
@@ -192,13 +210,34 @@ class _SafetensorsFile:
                 "use an unquantised version of the model, or a GGUF file"
             )
         begin, end = (self.start + at for at in entry["data_offsets"])
+        shape = tuple(entry["shape"])
+        if part is not None and part.dim == 0:  # a range of the file
+            row = (end - begin) // max(1, shape[0])
+            begin, end = begin + part.begin * row, begin + part.end * row
+            shape, part = part.shape_of(shape), None
         if begin == end:
             return
         flat = torch.frombuffer(self.map, dtype=torch.uint8, offset=begin, count=end - begin)
         if begin % dtype.itemsize:  # allowed by the format's early versions; a typed view needs alignment
             flat = flat.clone()
-        copy_rows(flat.view(dtype).view(entry["shape"]), out, scale, offset)
+        tensor = flat.view(dtype).view(shape)
+        copy_rows(tensor if part is None else part.of(tensor), out, scale, offset)
         drop_pages(self.map, begin, end)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """A copy in the tensor's own type."""
+        entry = self.entries[name]
+        dtype = _RAW_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name} has dtype {entry['dtype']}, supported: {', '.join(_RAW_DTYPES)}"
+            )
+        begin, end = (self.start + at for at in entry["data_offsets"])
+        if begin == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        flat = torch.frombuffer(self.map, dtype=torch.uint8, offset=begin, count=end - begin).clone()
+        drop_pages(self.map, begin, end)
+        return flat.view(dtype).view(entry["shape"])
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,8 +278,14 @@ class SafetensorsSource:
     def files(self) -> list[Path]:
         return sorted({file.path for file in self._files.values()})
 
-    def read(self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0) -> None:
-        self._files[name].read(self._names[name], out, scale, offset)
+    def read(
+        self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> None:
+        self._files[name].read(self._names[name], out, scale, offset, part)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored."""
+        return self._files[name].raw(self._names[name])
 
 
 def _shards(index: Path) -> list[str]:
@@ -295,37 +340,61 @@ def trim_heap() -> None:
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A projection in the checkpoint, its number of output features, and which part of its weight [N, K] is wanted."""
+
+    name: str
+    rows: int
+    part: Part
+
+
 class DecoderWeights:
     """Where a decoder gets its tensors and linear layers from, by canonical names.
 
     Attributes:
         config: gives the sizes that the tensors must have.
         device, dtype: of every tensor handed out.
+        ranks, split: among whom the decoder is split, and what is held here.
         bytes: of all that was handed out.
     """
 
-    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.device = device
         self.dtype = dtype
+        self.ranks = ranks
+        self.split = Split.of(config, ranks.rank, ranks.size)
         self.bytes = 0
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
-        """The tensor * scale + offset. ModelLoadError, naming it and its file, if missing or of another shape."""
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> torch.Tensor:
+        """The tensor * scale + offset, or a part of that. ``shape`` is the whole tensor's.
+
+        ModelLoadError, naming it and its file, if missing or of another shape.
+        """
         raise NotImplementedError
 
-    def fused(self, whole: str, parts: Sequence[tuple[str, int]], columns: int | None) -> torch.Tensor:
-        """Tensors stacked along dimension 0: ``whole`` if the checkpoint has it fused already, else the parts.
+    def fused(self, whole: str, pieces: Sequence[Piece], columns: int | None, suffix: str) -> torch.Tensor:
+        """The pieces' parts stacked along dimension 0, out of ``whole`` if the checkpoint has it fused already.
 
-        ``parts`` are (name, rows); ``columns`` is None for biases.
+        Names are those of layers, to which ``suffix`` is added; ``columns`` is None for biases.
         """
         raise NotImplementedError
 
     def linear(
-        self, name: str, shape: tuple[int, int], read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+        self,
+        name: str,
+        shape: tuple[int, int],
+        read: Callable[[], torch.Tensor],
+        read_bias: Callable[[], torch.Tensor | None],
+        pieces: Sequence[Piece] = (),
+        scale: float = 1.0,
     ) -> Linear:
-        """A layer of a weight of this shape [N, K], prepared for the hot path. ``read`` gives weight and bias, from
-        here, in case they are needed."""
+        """A layer of a weight of this shape [N, K], prepared for the hot path. ``read`` and ``read_bias`` give weight
+        and bias, from here, in case they are needed. ``pieces`` are what it is made of, in the checkpoint, times
+        ``scale``."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -339,40 +408,65 @@ class Weights(DecoderWeights):
         source: the checkpoint.
         config: gives the sizes that the tensors must have.
         device, dtype: of every tensor handed out.
+        ranks: among whom the decoder is split.
+
+    Raises:
+        ModelLoadError: the model cannot be split among so many.
     """
 
-    def __init__(self, source: TensorSource, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config, device, dtype)
+    def __init__(
+        self,
+        source: TensorSource,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        super().__init__(config, device, dtype, ranks)
         self._source = source
         self._shapes = source.shapes()
         self._used: set[str] = set()
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
+    ) -> torch.Tensor:
         self._check(name, shape)
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._fill(name, out, scale, offset)
+        whole = part is None or part.length == shape[part.dim]
+        out = torch.empty(shape if part is None else part.shape_of(shape), dtype=self.dtype, device=self.device)
+        self._fill(name, out, scale, offset, None if whole else part)
         self.bytes += out.nbytes
         return out
 
-    def fused(self, whole: str, parts: Sequence[tuple[str, int]], columns: int | None) -> torch.Tensor:
-        rows = sum(count for _, count in parts)
+    def fused(self, whole: str, pieces: Sequence[Piece], columns: int | None, suffix: str) -> torch.Tensor:
         tail = () if columns is None else (columns,)
-        if whole in self._shapes:
-            return self.tensor(whole, (rows, *tail))
-        for name, count in parts:
-            self._check(name, (count, *tail))
+        together = whole + suffix in self._shapes
+        if together:
+            self._check(whole + suffix, (sum(piece.rows for piece in pieces), *tail))
+        else:
+            for piece in pieces:
+                self._check(piece.name + suffix, (piece.rows, *tail))
+        rows = sum(piece.part.length for piece in pieces)
         out = torch.empty((rows, *tail), dtype=self.dtype, device=self.device)
-        at = 0
-        for name, count in parts:
-            self._fill(name, out[at : at + count], 1.0, 0.0)
-            at += count
+        at = before = 0
+        for piece in pieces:
+            first = before if together else 0
+            part = Part(0, first + piece.part.begin, first + piece.part.end)
+            name = (whole if together else piece.name) + suffix
+            self._fill(name, out[at : at + part.length], 1.0, 0.0, part)
+            at, before = at + part.length, before + piece.rows
         self.bytes += out.nbytes
         return out
 
     def linear(
-        self, name: str, shape: tuple[int, int], read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+        self,
+        name: str,
+        shape: tuple[int, int],
+        read: Callable[[], torch.Tensor],
+        read_bias: Callable[[], torch.Tensor | None],
+        pieces: Sequence[Piece] = (),
+        scale: float = 1.0,
     ) -> Linear:
-        return ck.prepare_linear(*read())
+        return ck.prepare_linear(read(), read_bias())
 
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
         """Before anything is allocated for it: a config may ask for any size, a file has only its own."""
@@ -391,8 +485,8 @@ class Weights(DecoderWeights):
                 f"{list(wanted)}; the weights do not belong to this config"
             )
 
-    def _fill(self, name: str, out: torch.Tensor, scale: float, offset: float) -> None:
-        self._source.read(name, out, scale=scale, offset=offset)
+    def _fill(self, name: str, out: torch.Tensor, scale: float, offset: float, part: Part | None) -> None:
+        self._source.read(name, out, scale=scale, offset=offset, part=part)
         self._used.add(name)
 
     def finish(self) -> None:
