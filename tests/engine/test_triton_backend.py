@@ -18,6 +18,7 @@ from tests.engine.tiny import kv_memory, started_engine, tiny_model
 
 import carousel_kernels as ck
 from carousel.config import Settings, SettingsError, load_settings
+from carousel.engine.engine import Engine
 from carousel.engine.errors import EngineUnavailable
 from carousel.engine.sampler import Sampler
 from carousel.standalone import load
@@ -86,8 +87,8 @@ async def test_with_keys_and_values_in_fp8() -> None:
         seen.append(logits.clone())
         return launch(self, logits, *arguments)  # type: ignore[arg-type]
 
-    for decoder in (model.decoder, halved):
-        with ck.use_backend("triton"):
+    for decoder, backend in ((model.decoder, "reference"), (halved, "triton")):
+        with ck.use_backend(backend), patch.object(Engine, "_warm_up"):
             engine = started_engine(dataclasses.replace(model, decoder=decoder), max_batch_tokens=32)
             try:
                 with patch.object(Sampler, "launch", noted):
