@@ -168,6 +168,6 @@ def uniform_config(target: Target, cache: torch.dtype, dim: int) -> AttentionCon
         return AttentionConfig(64, 64, 4, 2)
     if cache == torch.float32:
         return AttentionConfig(16, 32, 8, target.stages(2))
-    if next_power_of_2(dim) > 128:
-        return AttentionConfig(32, 32, 8, target.stages(5))
-    return AttentionConfig(64, 64, 8, target.stages(2 if target.is_amd else 5))  # two sums are held at once
+    # Two sums are held at once: 8 warps, or on AMD, where more warps have fewer registers each, 4.
+    warps, tile = 4 if target.is_amd else 8, 32 if next_power_of_2(dim) > 128 else 64
+    return AttentionConfig(tile, tile, warps, target.stages(5))
