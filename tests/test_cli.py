@@ -181,7 +181,10 @@ class TestStandalone:
         start = standalone.engines(settings)
         for batching in ("static", "continuous"):
             start(replace(settings, batching=batching))
-        how = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 77, "quantization": "none", "cache_dir": "/c"}
+        how = {
+            "device": "cpu", "dtype": "bfloat16", "max_model_len": 77, "quantization": "none", "cache_dir": "/c",
+            "deterministic": False, "kv_dtype": "auto", "ranks": None,
+        }  # fmt: skip
         assert loads == [(Path("/x"), how)]
         assert [(model, each.batching) for model, each in started] == [
             ("the model", "static"),
