@@ -196,6 +196,7 @@ class TestGroups:
         record = a_record([0.2, 3.0, 0.4, 5.0], **columns)
         record["steps"] |= {"start": [0.0, 1.0, 2.0], "duration": [1.0, 1.0, 1.0]}
         record["requests"] |= {"due": [0.5, 0.5, 0.5, 0.5], "queue": [0.5, 1.5, 0.5, 1.5]}
+        record["seats"] = [[place, f"r{place}", [["prefill", 1.0 + place % 2, 3.0, 9]]] for place in range(4)]
         data = bench([1.0], record=record) | {"settings": {"tenant_weights": {"gold": 3.0, "free": 1.0}}}
         return Run("", "x", 1.0, data, [data], "x")
 

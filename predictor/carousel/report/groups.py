@@ -62,13 +62,18 @@ def _columns(record: Figures, column: Sequence[str], name: str) -> dict[str, lis
     """The columns of one group's requests, and the steps that each of them waited."""
     places = [place for place, found in enumerate(column) if found == name]
     columns = {key: [values[place] for place in places] for key, values in record["requests"].items()}
-    steps = record.get("steps")
-    if steps and None not in columns.get("queue", [None]):
+    steps, seats = record.get("steps"), record.get("seats")
+    if steps and seats and None not in columns.get("queue", [None]):
         starts = np.asarray(steps["start"], float)
-        due = np.asarray(columns["due"], float)
-        seated = due + np.asarray(columns["queue"], float)
-        # The step that seats a request begins a moment before that, within the rounding of the record.
-        columns["steps"] = list(np.searchsorted(starts, seated + 1e-3) - np.searchsorted(starts, due, "right"))
+        seated_at: dict[str, float] = {}
+        for _, request_id, spans in seats:
+            seated_at[request_id] = min(seated_at.get(request_id, spans[0][1]), spans[0][1])
+        if not seated_at.keys() >= set(columns["id"]):
+            return columns  # a very long run, of which not all seats were kept
+        seated = np.asarray([seated_at[request_id] for request_id in columns["id"]])
+        # From the arrival, which was a moment after it was due, to the beginning of the step that seated it.
+        arrived = seated - np.asarray(columns["queue"], float)
+        columns["steps"] = list(np.searchsorted(starts, seated, "right") - np.searchsorted(starts, arrived, "right"))
     return columns
 
 
