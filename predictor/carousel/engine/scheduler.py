@@ -46,7 +46,8 @@ number of rows (oneDNN takes 0.4 ms for one), and tensor cores work on tiles of 
 MAX_STRETCH = 1.4
 """By what factor prompts may stretch a step beyond what its decodes take alone, whatever the latency target: streams
 feel it little, and prompts would otherwise crawl. While fewer sequences wait for their first token than are streaming,
-they get no more than that, with ``protect_streams``: what a longer chunk saves the few costs every one of the many."""
+long prompts get no more than that, with ``protect_streams``: what a longer chunk saves the few costs every one of the
+many. Long are those that, on average, do not fit a single step: shorter ones are over at once, and would only wait."""
 
 MIN_CHUNK = 16
 """Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
@@ -304,13 +305,19 @@ class Scheduler:
             decodes_s = self.cost_model.predict(step.num_tokens, step.num_attended)
             num_prompts = len(self.running) - step.num_decode_tokens + len(self.policy)
             stretched_s = MAX_STRETCH * decodes_s
-            protect = limits.protect_streams and num_prompts < step.num_decode_tokens
+            few = num_prompts < step.num_decode_tokens
+            protect = limits.protect_streams and few and self._prompts_are_long(num_prompts)
             target_s = stretched_s if protect else max(limits.target_step_s, stretched_s)
             fits = self.cost_model.max_chunk(target_s, step.num_tokens, step.num_attended, context, budget)
             budget = min(budget, max(fits, MIN_CHUNK))
         if budget >= 2 * ROW_GRAIN:
             budget -= (step.num_tokens + budget) % ROW_GRAIN
         return budget
+
+    def _prompts_are_long(self, num_prompts: int) -> bool:
+        """Whether the prompts that are not computed yet, so many, are longer on average than a step may be."""
+        running = sum(s.num_uncomputed_tokens for s in self.running if s.num_uncomputed_tokens > 1)
+        return running + sum(s.num_tokens for s in self.policy) > num_prompts * self.limits.max_batch_tokens
 
     def _prefill(self, step: Schedule, sequence: Sequence, budget: int) -> int:
         """Compute some of the sequence's prompt, its padding first; returns what is left of the budget."""
