@@ -32,7 +32,9 @@ setup(
         Extension(
             "carousel_kernels.cpu._native",
             sources=[f"{NATIVE}/carousel_native.c", f"{NATIVE}/quant.c"],
-            depends=[f"{NATIVE}/{name}.h" for name in ("kernels", "parallel", "quant_kernels")],
+            depends=[
+                f"{NATIVE}/{name}.h" for name in ("half_kernels", "kernels", "linear", "parallel", "quant_kernels")
+            ],
             # No -march: the widest vectors are chosen where the library is loaded. -ffp-contract: fused multiply-add.
             extra_compile_args=[
                 "-std=gnu11",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import carousel_kernels as ck
-from carousel_kernels.cpu import linear, quant
+from carousel_kernels.cpu import half, linear, quant
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,8 +29,9 @@ def _prepare(name: str, weight: torch.Tensor) -> Linear:
     if name == "float32":
         return linear.prepare_linear(weight)
     if name == "bfloat16":
-        plain = linear.prepare_linear(weight.bfloat16())
-        return lambda x: plain(x.bfloat16())
+        return half.prepare_half_linear(ck.halve_weight(weight))
+    if name.startswith("bfloat16-"):
+        return half.prepare_half_linear(ck.halve_weight(weight), names=(name.partition("-")[2],))
     return quant.prepare_quantized_linear(ck.quantize_weight(weight), names=(name,))
 
 

@@ -19,8 +19,10 @@ from typing import Protocol, cast
 import torch
 
 from . import cpu, reference
-from .cpu import fallback
+from .cpu import fallback, fused
+from .half_weights import HalfWeight, halve_weight
 from .int8_weights import QuantizedWeight, quantize_weight
+from .layer_parts import LayerParts
 from .layout import BLOCK_SIZE, BatchLayout
 from .timed import OperatorTimes, TimedBackend
 from .weight_formats import (
@@ -37,6 +39,8 @@ __all__ = [
     "BLOCK_SIZE",
     "BatchLayout",
     "GroupedWeight",
+    "HalfWeight",
+    "LayerParts",
     "OperatorTimes",
     "PackedWeight",
     "QuantizedWeight",
@@ -44,10 +48,14 @@ __all__ = [
     "add_lora_",
     "add_rms_norm",
     "available_backends",
+    "fuse_layer",
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant",
     "gumbel_noise",
+    "halve_weight",
+    "layers_are_fused",
     "paged_attention",
+    "prepare_half_linear",
     "prepare_linear",
     "prepare_linear_awq",
     "prepare_linear_fp8",
@@ -128,8 +136,9 @@ class _Backend(Protocol):
         self, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]: ...
     def prepare_quantized_linear(
-        self, weight: QuantizedWeight, *, wide: bool = False
+        self, weight: QuantizedWeight, *, wide: bool = False, turned: bool = False
     ) -> Callable[[torch.Tensor], torch.Tensor]: ...
+    def prepare_half_linear(self, weight: HalfWeight) -> Callable[[torch.Tensor], torch.Tensor]: ...
     def gumbel_noise(
         self, seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int
     ) -> torch.Tensor: ...
@@ -391,14 +400,35 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Ca
     return _preparing(weight).prepare_linear(weight, bias)
 
 
-def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def prepare_quantized_linear(
+    weight: QuantizedWeight, *, wide: bool = False, turned: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function x [T, K] -> x @ weight.T + bias [T, N] of x's dtype, with activations quantised per row as they come,
     to 8 bits or, if ``wide``, to 16 (see ``int8_weights``), by the fastest implementation. A row's result does not
-    depend on the other rows.
+    depend on the other rows. If ``turned``, rows go through ``int8_weights.turn`` first, as the weight's have.
 
     Only the CPU's backends are fast; all others compute it as the reference does.
     """
-    return _preparing(weight.codes).prepare_quantized_linear(weight, wide=wide)
+    return _preparing(weight.codes).prepare_quantized_linear(weight, wide=wide, turned=turned)
+
+
+def prepare_half_linear(weight: HalfWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function x float32 [T, K] -> x @ weight.T + bias, float32 [T, N], with x rounded to bfloat16 and products
+    summed in float32, or in what a library's kernel for bfloat16 sums in, by the fastest implementation.
+
+    Only the CPU's backends are fast; all others compute it as the reference does.
+    """
+    return _preparing(weight.codes).prepare_half_linear(weight)
+
+
+def fuse_layer(parts: LayerParts) -> fused.FusedLayer | None:
+    """The parts of a layer as one function, where the CPU backend can; None elsewhere. See ``layers_are_fused``."""
+    return fused.fuse_layer(parts) if _backend(parts.attention_norm) is cpu else None
+
+
+def layers_are_fused() -> bool:
+    """Whether fused layers may be called now: not while another backend is wanted, or single operators are timed."""
+    return _forced is None and _observed is None
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int) -> torch.Tensor:

@@ -24,9 +24,11 @@ __all__ = [
     "quantize_rows",
     "quantize_rows_wide",
     "quantize_weight",
+    "turn",
+    "turns",
 ]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 3
 """Changes with the layout or the arithmetic: quantised weights of another version must be made again."""
 
 BLOCK_COLUMNS = 32
@@ -38,6 +40,7 @@ MAX_INPUTS = 65_536
 RESTS = 254.0
 """Steps of the second code of a wide activation within one of the first."""
 
+_RUN, _MOST_RUNS = 16, 32
 _TINY = 1e-30  # a row below this everywhere counts as zero: the inverse of its scale would overflow
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -128,6 +131,24 @@ def quantize_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Q
         padded_bias[:columns] = bias
         bias = padded_bias
     return QuantizedWeight(codes, scales, shifts, bias, columns, inputs)
+
+
+def turns(inputs: int) -> int:
+    """Into how many runs ``turn`` cuts what it mixes, for rows of so many values: the most up to 32, a power of two; 1
+    for lengths that it leaves as they are."""
+    return 1 if inputs % _RUN else min(_MOST_RUNS, inputs // _RUN & -(inputs // _RUN))
+
+
+def turn(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] with outliers spread: every ``turns(K)`` runs of 16 values times the Hadamard matrix of that order,
+    without its scale. Twice is ``turns(K)`` times x. A weight [N, K], turned and divided by that, takes turned rows."""
+    runs = turns(x.shape[1])
+    out, step = x, 1
+    while step < runs:
+        pairs = out.reshape(x.shape[0], -1, 2, step * _RUN)
+        out = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], dim=2)
+        step *= 2
+    return out.reshape(x.shape)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from .int8_weights import RESTS, QuantizedWeight, quantize_rows, quantize_rows_wide
+from .half_weights import HalfWeight
+from .int8_weights import RESTS, QuantizedWeight, quantize_rows, quantize_rows_wide, turn
 from .layout import BLOCK_SIZE, BatchLayout
 from .reference_quantized import add_lora_, prepare_grouped_linear, prepare_scaled_linear
 
@@ -23,6 +24,7 @@ __all__ = [
     "gumbel_noise",
     "paged_attention",
     "prepare_grouped_linear",
+    "prepare_half_linear",
     "prepare_linear",
     "prepare_quantized_linear",
     "prepare_scaled_linear",
@@ -193,12 +195,16 @@ def _splitmix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def prepare_quantized_linear(
+    weight: QuantizedWeight, *, wide: bool = False, turned: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
     columns = weight.columns
     # In float64 the sums of products of small integers are exact, on every device.
     codes, scales = weight.row_major().double(), weight.scales[:columns]
 
     def linear(x: torch.Tensor) -> torch.Tensor:
+        if turned:
+            x = turn(x)
         if wide:
             quantized, rests, row_scales = quantize_rows_wide(x.float())
             sums = (quantized.double() + rests.double() / RESTS) @ codes.T
@@ -209,6 +215,12 @@ def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> 
         return (out if weight.bias is None else out + weight.bias[:columns]).to(x.dtype)
 
     return linear
+
+
+def prepare_half_linear(weight: HalfWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    exact = weight.row_major().float()
+    bias = None if weight.bias is None else weight.bias[: weight.columns]
+    return lambda x: torch.nn.functional.linear(x.bfloat16().float(), exact, bias)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int) -> torch.Tensor:

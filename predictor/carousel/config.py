@@ -159,7 +159,8 @@ class Settings:
     dtype: str = option(
         "auto",
         TEXT,
-        "Type of weights and activations; auto takes what suits the device.",
+        """Type of weights and activations; on a CPU bfloat16 is that of linear layers, between activations in float32.
+        auto: bfloat16 on a GPU, and where the model is stored so on a CPU with instructions for it; else float32.""",
         group=_MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
@@ -379,8 +380,8 @@ class Settings:
     protect_streams: bool = option(
         True,
         SWITCH,
-        """Whether prompts stretch a step by no more than 1.4 times while more sequences stream than wait for a first
-        token; a long prompt then takes its time. Otherwise only the target counts.""",
+        """Whether prompts too long for one step stretch it by no more than 1.4 times while more sequences stream than
+        wait for a first token; such a prompt then takes its time. Otherwise only the target counts.""",
         group=_BATCH,
     )
     seed: int | None = option(

@@ -83,7 +83,9 @@ sequences = st.lists(
     dim=st.sampled_from([8, 16, 24, 64, 80]),
     window=st.none() | st.integers(1, 120),
     softcap=st.none() | st.sampled_from([1.5, 30.0]),
-    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    dtypes=st.sampled_from(
+        [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+    ),
     seed=st.integers(0, 1000),
 )
 def test_cpu_equals_reference(
@@ -93,10 +95,14 @@ def test_cpu_equals_reference(
     dim: int,
     window: int | None,
     softcap: float | None,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     seed: int,
 ) -> None:
-    batch = make_batch(sequences, num_heads=heads[0], num_kv_heads=heads[1], dim=dim, dtype=dtype, seed=seed)
+    """Queries and cache of one type, or queries in float32 over a cache in bfloat16."""
+    dtype, cached = dtypes
+    batch = make_batch(
+        sequences, num_heads=heads[0], num_kv_heads=heads[1], dim=dim, dtype=dtype, cache_dtype=cached, seed=seed
+    )
     options = {"scale": dim**-0.5, "sliding_window": window, "softcap": softcap}
     got, expected = run(batch, backend, **options), run(batch, "reference", **options)
     assert got.dtype == dtype

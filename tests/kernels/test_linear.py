@@ -23,7 +23,7 @@ def forgotten_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def available(dtype: torch.dtype) -> list[str]:
     names = []
-    for name in ("torch", "mkl", "onednn"):
+    for name in ("torch", "mkl", "onednn", "native"):
         try:
             linear.prepare_linear(torch.ones(16, 16, dtype=dtype), implementation=name)
             names.append(name)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import carousel_kernels as ck
 from carousel_kernels import int8_weights
-from carousel_kernels.cpu import choices, linear, native, quant
-from carousel_kernels.int8_weights import QuantizedWeight, quantize_rows, quantize_weight
+from carousel_kernels.cpu import choices, half, linear, native, quant, timing
+from carousel_kernels.int8_weights import QuantizedWeight, quantize_rows, quantize_weight, turn, turns
 
 
 @contextlib.contextmanager
@@ -40,9 +40,9 @@ def implementation(name: str) -> Iterator[str]:
 EVERY = pytest.mark.parametrize("which", ["native:1", "native:2", "native:3", "native:4", "onednn", "torch"])
 
 
-def reference(weight: QuantizedWeight, x: torch.Tensor, wide: bool) -> torch.Tensor:
+def reference(weight: QuantizedWeight, x: torch.Tensor, wide: bool, turned: bool = False) -> torch.Tensor:
     with ck.use_backend("reference"):
-        return ck.prepare_quantized_linear(weight, wide=wide)(x)
+        return ck.prepare_quantized_linear(weight, wide=wide, turned=turned)(x)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -60,17 +60,18 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     with_bias=st.booleans(),
     strided=st.booleans(),
     wide=st.booleans(),
+    turned=st.booleans(),
 )
 def test_implementations_agree(
-    which: str, rows: int, shape: tuple[int, int], with_bias: bool, strided: bool, wide: bool
+    which: str, rows: int, shape: tuple[int, int], with_bias: bool, strided: bool, wide: bool, turned: bool
 ) -> None:
     torch.manual_seed(rows)
     weight = quantize_weight(torch.randn(shape), torch.randn(shape[0]) if with_bias else None)
     x = torch.randn(rows, 2 * shape[1])[:, : shape[1]] if strided else torch.randn(rows, shape[1])
     with implementation(which) as name, torch.inference_mode():
-        got = quant.prepare_quantized_linear(weight, wide=wide, names=(name,))(x)
+        got = quant.prepare_quantized_linear(weight, wide=wide, turned=turned, names=(name,))(x)
     assert got.shape == (rows, shape[0])
-    close(got, reference(weight, x, wide))
+    close(got, reference(weight, x, wide, turned))
 
 
 @EVERY
@@ -146,6 +147,30 @@ def test_wide_activations_are_nearly_exact() -> None:
     assert errors[1] < errors[0] / 100
 
 
+@pytest.mark.parametrize(("length", "runs"), [(1536, 32), (576, 4), (64, 4), (32, 2), (48, 1), (16, 1), (100, 1)])
+def test_a_turn_spreads_outliers_and_can_be_taken_back(length: int, runs: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, length)
+    turned = turn(x)
+    assert turns(length) == runs
+    torch.testing.assert_close(turn(turned) / runs, x, rtol=0, atol=1e-5)
+    weight = torch.randn(5, length)
+    torch.testing.assert_close(turned @ (turn(weight) / runs).T, x @ weight.T, rtol=0, atol=1e-3)
+    peak = torch.zeros(1, length)
+    peak[0, 7] = 1.0
+    assert int(turn(peak).count_nonzero()) == runs
+
+
+def test_turned_rows_lose_less_in_8_bits() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 512), torch.randn(9, 512)
+    x[:, 7] = 100.0
+    plain = ck.prepare_quantized_linear(quantize_weight(weight))(x)
+    turned = ck.prepare_quantized_linear(quantize_weight(turn(weight) / turns(512)), turned=True)(x)
+    exact = x @ weight.T
+    assert float((turned - exact).norm()) < float((plain - exact).norm()) / 3
+
+
 def test_other_types_and_backends() -> None:
     torch.manual_seed(0)
     weight, x = quantize_weight(torch.randn(48, 64)), torch.randn(5, 64).bfloat16()
@@ -213,11 +238,11 @@ def test_layers_that_would_overflow_are_refused() -> None:
 
 def test_choice_of_one_implementation_or_two() -> None:
     same = [1.0] * 5
-    assert quant._fastest({"native": same, "onednn": [2.0] * 5}) == ((1, "native"),)
+    assert timing.fastest({"native": same, "onednn": [2.0] * 5}, quant._ROWS) == ((1, "native"),)
     few_and_many = {"native": [1.0, 1.0, 1.0, 4.0, 4.0], "onednn": [4.0, 4.0, 4.0, 1.0, 1.0]}
-    assert quant._fastest(few_and_many) == ((1, "native"), (32, "onednn"))
+    assert timing.fastest(few_and_many, quant._ROWS) == ((1, "native"), (32, "onednn"))
     hardly = {"native": [1.0, 1.0, 1.0, 1.0, 1.2], "onednn": [4.0, 4.0, 4.0, 1.0, 1.0]}
-    assert quant._fastest(hardly) == ((1, "native"),)  # not worth a second copy of the weights
+    assert timing.fastest(hardly, quant._ROWS) == ((1, "native"),)  # not worth a second copy of the weights
 
 
 def test_two_implementations_share_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +275,14 @@ def test_measurements_are_kept_and_taken_back(monkeypatch: pytest.MonkeyPatch) -
     quantized = {(960, 576, True): ((1, "native"), (32, "onednn")), (960, 576, False): ((1, "torch"),)}
     monkeypatch.setattr(linear, "_choices", dict(plain))
     monkeypatch.setattr(quant, "_choices", dict(quantized))
+    halves = {(960, 576, True): ((1, "native"), (64, "onednn"))}
+    monkeypatch.setattr(half, "_choices", dict(halves))
     kept = choices.saved()
     monkeypatch.setattr(linear, "_choices", {(8, 8, torch.bfloat16): "mkl"})
     monkeypatch.setattr(quant, "_choices", {})
+    monkeypatch.setattr(half, "_choices", {})
     choices.restore(kept)
+    assert half.chosen() == halves
     assert linear.chosen_implementations() == plain | {(8, 8, torch.bfloat16): "mkl"}  # own measurements stay
     assert quant.chosen() == quantized
     strange = {"linear": [[1, 1, "float32", "cublas"]], "quantized": [[1, 1, True, [[1, "cublas"]]], [2, 2, True, []]]}

@@ -132,6 +132,8 @@ def test_what_does_not_fit_is_declined() -> None:
     assert attention(dim=272) is None
     assert attention(num_heads=33, num_kv_heads=1) is None
     assert attention(dtype=torch.bfloat16) is None
+    assert attention(cache_dtype=torch.bfloat16) is not None
+    assert attention(cache_dtype=torch.float16) is None
     x = torch.ones(4, 32)
     assert native.silu_mul(x.bfloat16()) is None
     assert native.silu_mul(x[:, ::2]) is None
@@ -140,7 +142,9 @@ def test_what_does_not_fit_is_declined() -> None:
     q, cache = torch.ones(2, 3, 4, 16), torch.ones(2, 1, 16, 4, 16)
     slots, cos_sin = torch.arange(3), torch.ones(9, 16)
     assert native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, *cache, slots)
-    assert not native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, *cache.bfloat16(), slots)
+    assert native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, *cache.bfloat16(), slots)
+    assert not native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, *cache.half(), slots)
+    assert not native.rope_write_kv(q[0], q[1], q[1], cos_sin, slots, cache[0], cache[1].bfloat16(), slots)
     assert not native.rope_write_kv(q[0].mT.contiguous().mT, q[1], q[1], cos_sin, slots, *cache, slots)
 
 
@@ -186,3 +190,23 @@ def test_another_environment_does_without() -> None:
     environment = os.environ | {native.NATIVE_VARIABLE: "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "False 0 [[0.0]]\n"
+
+
+@BITS
+@settings(max_examples=20, deadline=None)
+@given(tokens=st.integers(1, 60), rotary=st.sampled_from([16, 32]), threads=ONE_OR_TWO)
+def test_rope_writes_to_a_cache_of_bfloat16(bits: int, tokens: int, rotary: int, threads: int) -> None:
+    torch.manual_seed(tokens)
+    angles = torch.rand(90, rotary // 2) * 6
+    cos_sin, positions = torch.cat([angles.cos(), angles.sin()], dim=-1), torch.randint(0, 90, (tokens,))
+    q, k, v = torch.randn(tokens, 4, 32), torch.randn(tokens, 2, 32), torch.randn(tokens, 2, 32)
+    slots = torch.randperm(80)[:tokens]
+    caches, expected = (torch.full((2, 5, 16, 2, 32), 7.0, dtype=torch.bfloat16) for _ in range(2))
+    turned = q.clone()
+    with ck.use_backend("reference"):
+        ck.rope_write_kv(turned, k.clone(), v, cos_sin, positions, *expected, slots)
+    with compiled(bits, threads):
+        assert native.rope_write_kv(q, k, v, cos_sin, positions, *caches, slots)
+    torch.testing.assert_close(q, turned, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(caches, expected, rtol=0.01, atol=0.001)  # a sum that rounds to the other neighbour
+    assert torch.equal(caches[1], expected[1])

@@ -11,6 +11,7 @@ import transformers as tf
 from tests.models.harness import SIZES, logits_in_chunks, random_ids, random_model, save
 from tests.models.test_tokenizer import byte_level_backend
 
+from carousel.models import loader
 from carousel.models.loader import ModelLoadError, UnsupportedModel, load_model
 
 
@@ -42,11 +43,46 @@ def test_a_directory_gives_all_parts(directory: Path) -> None:
 
 
 def test_dtype_and_length_are_the_callers(directory: Path) -> None:
-    loaded = load_model(directory, dtype="bfloat16", max_model_len=100)
-    assert (loaded.decoder.dtype, loaded.max_model_len) == (torch.bfloat16, 100)
+    lines: list[str] = []
+    loaded = load_model(directory, dtype="bfloat16", max_model_len=100, log=lines.append)
+    assert (loaded.decoder.dtype, loaded.max_model_len) == (torch.float32, 100)  # the layers alone are bfloat16
+    assert "bfloat16 on cpu, rounded now" in lines[0]
     assert load_model(directory, dtype=torch.float16).decoder.dtype == torch.float16
     with pytest.raises(ValueError, match=r"int4.*allowed: auto, float32"):
         load_model(directory, dtype="int4")
+
+
+def test_auto_takes_bfloat16_where_model_and_cpu_have_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(stored: str, **options: str) -> str:
+        config = json.loads((directory / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        (directory / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+        lines: list[str] = []
+        load_model(directory, log=lines.append, **options)
+        return lines[0].split(" MiB of weights, ")[1].split()[0]
+
+    monkeypatch.setattr(loader.half, "full_rate", lambda: True)
+    assert taken("bfloat16") == "bfloat16"
+    assert taken("float32") == "float32"
+    assert taken("bfloat16", quantization="int8") == "float32"
+    monkeypatch.setattr(loader.half, "full_rate", lambda: False)
+    assert taken("bfloat16") == "float32"
+
+
+def test_bfloat16_layers_stay_close_and_come_from_the_cache(directory: Path, tmp_path: Path) -> None:
+    ids = random_ids(12)
+    plain = logits_in_chunks(load_model(directory, dtype="float32").decoder, ids, [5])
+    lines: list[str] = []
+    first, second = (
+        logits_in_chunks(
+            load_model(directory, dtype="bfloat16", cache_dir=tmp_path / "c", log=lines.append).decoder, ids, [5]
+        )
+        for _ in range(2)
+    )
+    assert lines[0].endswith("rounded now and kept")
+    assert lines[1].endswith("rounded before")
+    assert torch.equal(first, second)
+    assert 0 < float((first - plain).norm() / plain.norm()) < 0.02
 
 
 def test_paths_that_hold_no_model_are_refused_by_name(directory: Path, tmp_path: Path) -> None:

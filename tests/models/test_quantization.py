@@ -20,10 +20,11 @@ from carousel.engine.engine import Engine
 from carousel.engine.request import GenerationRequest, SamplingParams
 from carousel.models import prepared, quantization
 from carousel.models.decoder import Decoder
+from carousel.models.families import decoder_config
 from carousel.models.loader import LoadedModel, load_model
 from carousel.models.prepared import PreparedStore, weights_key
 from carousel.models.quantization import QuantizingWeights, scheme_of
-from carousel.models.weights import DictSource
+from carousel.models.weights import DictSource, open_safetensors
 from carousel_kernels.cpu import linear, quant
 
 CPU = torch.device("cpu")
@@ -167,13 +168,35 @@ def test_schemes_that_do_not_run_are_refused() -> None:
 
 def int8_decoder() -> Decoder:
     config = _config()
-    return Decoder(config, QuantizingWeights(DictSource(_weights(config)), config, CPU, torch.float32))
+    return Decoder(config, QuantizingWeights(DictSource(_weights(config)), config, torch.float32, "int8"))
+
+
+@pytest.mark.parametrize("inner", [48, 256])
+def test_activations_take_16_bits_where_nothing_else_helps(
+    inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length that a turn mixes well is turned; where the residual stream is rotated, its readers take 8 bits."""
+    asked: dict[tuple[int, int], tuple[bool, bool]] = {}
+
+    def prepare(weight: ck.QuantizedWeight, *, wide: bool, turned: bool) -> object:
+        asked[weight.columns, weight.inputs] = (wide, turned)
+        return quant.prepare_quantized_linear(weight, wide=wide, turned=turned)
+
+    monkeypatch.setattr(ck, "prepare_quantized_linear", prepare)
+    for model in (tf.LlamaConfig, tf.Gemma2Config):
+        asked.clear()
+        save(random_model(model(**SIZES | {"intermediate_size": inner})), tmp_path)
+        config = decoder_config(json.loads((tmp_path / "config.json").read_text()))
+        Decoder(config, QuantizingWeights(open_safetensors(tmp_path), config, torch.float32, "int8"))
+        assert asked[config.hidden_size, inner] == (inner == 48, inner == 256)
+        stream = (config.post_norms, False)
+        assert asked[2 * inner, config.hidden_size] == asked[config.vocab_size, config.hidden_size] == stream
 
 
 def test_only_one_layer_is_held_in_full() -> None:
     """What stays is the table, the norms and a quarter of the rest; ``weight_bytes`` says so."""
     config, source = _config(), DictSource(_weights(_config()))
-    weights = QuantizingWeights(source, config, CPU, torch.float32)
+    weights = QuantizingWeights(source, config, torch.float32, "int8")
     decoder = Decoder(config, weights)
     assert decoder.weight_bytes == sum(tensor.nbytes for tensor in weights.made.values())
     kept = [name for name, tensor in weights.made.items() if tensor.dtype == torch.float32 and tensor.dim() > 1]

@@ -24,6 +24,7 @@ from .fallback import (
     token_logprobs,
     write_kv,
 )
+from .half import prepare_half_linear
 from .quant import prepare_quantized_linear
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "gumbel_noise",
     "paged_attention",
     "prepare_grouped_linear",
+    "prepare_half_linear",
     "prepare_linear",
     "prepare_quantized_linear",
     "prepare_scaled_linear",

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from . import linear, native, quant
+from . import half, linear, native, quant
+from .timing import Choice
 
 __all__ = ["machine", "restore", "saved"]
 
@@ -24,7 +25,8 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         first = [platform.processor()]
     lines = [line for line in first if line.split(":")[0].strip() in _CPU_LINES] or first
-    facts = (_FORMAT, lines, platform.machine(), torch.__version__, native.vector_bits(), native.dot_products())
+    own = (native.vector_bits(), native.dot_products(), native.ABI_VERSION)
+    facts = (_FORMAT, lines, platform.machine(), torch.__version__, *own)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -32,7 +34,8 @@ def saved() -> dict[str, Any]:
     """All measurements of this process, as what JSON can hold."""
     return {
         "linear": sorted([*shape, _name(t), name] for (*shape, t), name in linear.chosen_implementations().items()),
-        "quantized": sorted([*key, [list(step) for step in choice]] for key, choice in quant.chosen().items()),
+        "quantized": _listed(quant.chosen()),
+        "half": _listed(half.chosen()),
     }
 
 
@@ -43,12 +46,21 @@ def restore(measured: dict[str, Any]) -> None:
         ValueError, TypeError, KeyError, AttributeError: it is not what ``saved`` gives.
     """
     plain = {(int(n), int(k), _dtype(dtype)): str(name) for n, k, dtype, name in measured["linear"]}
-    quantized = {
-        (int(n), int(k), bool(compiled)): tuple((int(rows), str(name)) for rows, name in choice)
-        for n, k, compiled, choice in measured["quantized"]
-    }
+    quantized, halved = _read(measured["quantized"]), _read(measured.get("half", []))
     linear.remember(plain)
     quant.remember(quantized)
+    half.remember(halved)
+
+
+def _listed(chosen: dict[tuple[int, int, bool], Choice]) -> list[list[Any]]:
+    return sorted([*key, [list(step) for step in choice]] for key, choice in chosen.items())
+
+
+def _read(listed: Any) -> dict[tuple[int, int, bool], Choice]:
+    return {
+        (int(n), int(k), bool(compiled)): tuple((int(rows), str(name)) for rows, name in choice)
+        for n, k, compiled, choice in listed
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

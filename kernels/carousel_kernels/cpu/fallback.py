@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 
 from carousel_kernels import reference
+from carousel_kernels.half_weights import HalfWeight
 from carousel_kernels.int8_weights import QuantizedWeight
 from carousel_kernels.layout import BatchLayout
 from carousel_kernels.reference import gelu_tanh_mul_quant, silu_mul_quant
 from carousel_kernels.reference_quantized import add_lora_, prepare_scaled_linear
 from carousel_kernels.weight_formats import GroupedWeight
 
-from . import attention, elementwise, quant
+from . import attention, elementwise, half, quant
 from .elementwise import add_rms_norm, gelu_tanh_mul, rms_norm, rope_, silu_mul
 from .linear import prepare_linear
 from .logprobs import token_logprobs
@@ -27,6 +28,7 @@ __all__ = [
     "gumbel_noise",
     "paged_attention",
     "prepare_grouped_linear",
+    "prepare_half_linear",
     "prepare_linear",
     "prepare_quantized_linear",
     "prepare_scaled_linear",
@@ -104,8 +106,14 @@ def paged_attention(
     return out if v_scale == 1.0 else out * v_scale
 
 
-def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    return quant.prepare_quantized_linear(weight, wide=wide, names=("onednn", "torch"))
+def prepare_quantized_linear(
+    weight: QuantizedWeight, *, wide: bool = False, turned: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return quant.prepare_quantized_linear(weight, wide=wide, turned=turned, names=("onednn", "torch"))
+
+
+def prepare_half_linear(weight: HalfWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    return half.prepare_half_linear(weight, names=("onednn", "torch"))
 
 
 def prepare_grouped_linear(weight: GroupedWeight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from . import timing
+from .native_layer import float_layer
 
 __all__ = ["IMPLEMENTATION_VARIABLE", "Linear", "chosen_implementations", "prepare_linear", "remember"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 IMPLEMENTATION_VARIABLE = "CAROUSEL_LINEAR"
-"""Environment variable that forces an implementation (torch, mkl or onednn) where it can be had."""
+"""Environment variable that forces an implementation (torch, mkl, onednn or native) where it can be had."""
 
 # One stream, a few, a full batch, a prompt chunk: each counts the same.
 _ROWS = (1, 8, 32, 128)
@@ -77,6 +78,7 @@ _IMPLEMENTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear
     "torch": _plain,
     "mkl": _mkl,
     "onednn": _onednn,
+    "native": float_layer,
 }
 
 

@@ -1,7 +1,8 @@
 """The compiled operators (``native/carousel_native.c``): loading them, and calling them with tensors.
 
-They take float32 tensors in the layouts that a decoder has. Each wrapper returns None (``rope_write_kv`` False) for
-anything else, and where there is no compiled library. ``CAROUSEL_NATIVE=0`` does without it.
+They take float32 tensors, and caches of float32 or bfloat16, in the layouts that a decoder has. Each wrapper returns
+None (``rope_write_kv`` False) for anything else, and where there is no compiled library. ``CAROUSEL_NATIVE=0`` does
+without it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ import torch
 from carousel_kernels.layout import BatchLayout
 
 __all__ = [
+    "ABI_VERSION",
     "NATIVE_VARIABLE",
+    "Heads",
+    "Plan",
     "add_rms_norm",
     "available",
+    "dense",
     "dot_products",
     "dot_products_of",
+    "fits",
     "gelu_tanh_mul",
+    "indices",
+    "is_cache",
     "library",
     "limited",
     "paged_attention",
+    "plan_of",
     "rms_norm",
     "rope_write_kv",
     "silu_mul",
@@ -36,7 +45,9 @@ __all__ = [
 NATIVE_VARIABLE = "CAROUSEL_NATIVE"
 """Environment variable; with the value 0 the compiled operators are not used."""
 
-_ABI_VERSION = 1
+ABI_VERSION = 4
+"""Of the library's functions; grows with every change to what they take or compute."""
+
 _MAX_DIM = 256
 _MAX_GROUP = 32
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")
@@ -49,10 +60,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "carousel_rms_norm": (None, [_pointer, _int64, _int64, _pointer, _pointer, _int64, _int, _float, _int]),
     "carousel_add_rms_norm": (None, [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int, _float, _int]),
     "carousel_gated": (None, [_pointer, _int64, _pointer, _int64, _int, _int, _int]),
-    "carousel_rope_write": (None, [*[_pointer, _int64] * 3, *[_pointer] * 5, _int64, *[_int] * 5]),
+    "carousel_rope_write": (None, [*[_pointer, _int64] * 3, *[_pointer] * 5, _int64, *[_int] * 6]),
     "carousel_partials": (_int64, [_int, _int, _int]),
     "carousel_attention": (_int, [_pointer, _pointer, _pointer, _int64, _pointer, _pointer, _pointer]),
     "carousel_quant_init": (_int, [_int]),
+    "carousel_half_products": (_int, []),
+    "carousel_layer_floats": (_int64, [_pointer]),
+    "carousel_layer": (_int, [_pointer] * 10),
     "carousel_quant_linear": (_int, [_pointer, _pointer, _int64, _int64, _pointer, _int]),
 }
 
@@ -70,7 +84,9 @@ class _Batch(ctypes.Structure):
     )
 
 
-class _Heads(ctypes.Structure):
+class Heads(ctypes.Structure):
+    """``struct carousel_heads``."""
+
     _fields_ = (
         ("heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
@@ -78,6 +94,7 @@ class _Heads(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("scale", _float),
         ("softcap", _float),
+        ("half", ctypes.c_int32),
     )
 
 
@@ -93,7 +110,7 @@ def _load() -> Any:
                 function.restype, function.argtypes = result, arguments
         except (OSError, AttributeError):
             continue  # for another machine, or from another version
-        if library.carousel_abi() == _ABI_VERSION:
+        if library.carousel_abi() == ABI_VERSION:
             return library
     return None
 
@@ -171,17 +188,38 @@ def limited(bits: int) -> Iterator[None]:
             _library.carousel_init(_parallel_address, before)
 
 
-def _dense(*tensors: torch.Tensor) -> bool:
-    return all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+# A step makes hundreds of calls: what looks at their arguments is written to be quick.
+_FLOAT, _HALF, _LONG = torch.float32, torch.bfloat16, torch.int64
+
+
+def dense(*tensors: torch.Tensor) -> bool:
+    for t in tensors:  # noqa: SIM110
+        if t.dtype is not _FLOAT or not t.is_contiguous():
+            return False
+    return True
+
+
+def indices(*tensors: torch.Tensor) -> bool:
+    for t in tensors:  # noqa: SIM110
+        if t.dtype is not _LONG or not t.is_contiguous():
+            return False
+    return True
+
+
+def is_cache(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these are dense and of one type, float32 or bfloat16."""
+    dtype = k.dtype
+    return (dtype is _FLOAT or dtype is _HALF) and v.dtype is dtype and k.is_contiguous() and v.is_contiguous()
 
 
 def _heads_adjacent(x: torch.Tensor) -> bool:
     """Whether x [T, heads, D] is float32 with only tokens apart, as in a view of a fused projection."""
-    return x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    _, between, within = x.stride()
+    return x.dtype is _FLOAT and within == 1 and between == x.shape[2]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    if _library is None or not _dense(weight) or x.dtype != torch.float32 or x.stride(-1) != 1:
+    if _library is None or not dense(weight) or x.dtype != torch.float32 or x.stride(-1) != 1:
         return None
     width = x.shape[-1]
     if x.is_contiguous():
@@ -203,7 +241,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if _library is None or not _dense(x, residual, weight):
+    if _library is None or not dense(x, residual, weight):
         return None
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -223,7 +261,7 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gated(x: torch.Tensor, gelu: int) -> torch.Tensor | None:
-    if _library is None or not _dense(x) or x.dim() != 2:
+    if _library is None or not dense(x) or x.dim() != 2:
         return None
     rows, doubled = x.shape
     out = torch.empty(rows, doubled // 2)
@@ -245,23 +283,24 @@ def rope_write_kv(
     if (
         _library is None
         or not (_heads_adjacent(q) and _heads_adjacent(k) and _heads_adjacent(v))
-        or not _dense(cos_sin, k_cache, v_cache)
-        or not all(t.dtype == torch.int64 and t.is_contiguous() for t in (positions, slots))
+        or not (dense(cos_sin) and is_cache(k_cache, v_cache))
+        or q.shape[2] > _MAX_DIM
+        or not indices(positions, slots)
     ):
         return False
     tokens, heads, dim = q.shape
     _library.carousel_rope_write(
         q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cos_sin.data_ptr(),
         positions.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), tokens, heads, k.shape[1], dim,
-        cos_sin.shape[1], torch.get_num_threads(),
+        cos_sin.shape[1], k_cache.dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return True
 
 
-class _Plan:
+class Plan:
     """What the calls of one step share. Holds the tensors whose addresses it has passed on."""
 
-    __slots__ = ("_batch", "_heads", "_keep", "batch")
+    __slots__ = ("_batch", "_heads", "_keep", "_scratch", "batch")
 
     def __init__(self, layout: BatchLayout, heads: int, dim: int) -> None:
         threads = torch.get_num_threads()
@@ -275,14 +314,37 @@ class _Plan:
             *(t.data_ptr() for t in self._keep), tables[2].stride(0), layout.num_sequences, layout.num_decodes, threads
         )
         self.batch = ctypes.addressof(self._batch)
-        self._heads: dict[object, _Heads] = {}
+        self._heads: dict[object, Heads] = {}
+        self._scratch = torch.empty(0)
+
+    def scratch(self, floats: int) -> int:
+        """The address of scratch memory that the layers of a step use one after another."""
+        if self._scratch.shape[0] < floats:
+            self._scratch = torch.empty(floats)
+        return self._scratch.data_ptr()
 
     def heads(self, *key: Any) -> int:
-        """The address of the C form of (Hq, Hkv, D, window, scale, softcap)."""
+        """The address of the C form of (Hq, Hkv, D, window, scale, softcap, whether the cache is bfloat16)."""
         made = self._heads.get(key)
         if made is None:
-            made = self._heads[key] = _Heads(*key)
+            made = self._heads[key] = Heads(*key)
         return ctypes.addressof(made)
+
+
+def plan_of(layout: BatchLayout, heads: int, dim: int) -> Plan:
+    """The plan of a step's layers with so many query heads of this size, made once."""
+    plans: dict[object, Any] | None = layout.plan
+    if plans is None:
+        plans = layout.plan = {}
+    plan: Plan | None = plans.get((heads, dim))
+    if plan is None:
+        plan = plans[heads, dim] = Plan(layout, heads, dim)
+    return plan
+
+
+def fits(heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether the compiled attention takes heads like these."""
+    return not (dim % 16 or dim > _MAX_DIM or heads > _MAX_GROUP * kv_heads)
 
 
 def paged_attention(
@@ -294,21 +356,18 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor | None:
-    if _library is None or not (_heads_adjacent(q) and _dense(k_cache, v_cache)):
+    if _library is None or not (_heads_adjacent(q) and is_cache(k_cache, v_cache)):
         return None
     heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
-    if dim % 16 or dim > _MAX_DIM or heads > _MAX_GROUP * kv_heads:
+    if not fits(heads, kv_heads, dim):
         return None
-    plans: dict[object, Any] | None = layout.plan
-    if plans is None:
-        plans = layout.plan = {}
-    plan: _Plan | None = plans.get((heads, dim))
-    if plan is None:
-        plan = plans[heads, dim] = _Plan(layout, heads, dim)
+    plan = plan_of(layout, heads, dim)
     out = torch.empty(q.shape)
     status = _library.carousel_attention(
-        plan.batch, plan.heads(heads, kv_heads, dim, window or 0, scale, softcap or 0.0), q.data_ptr(), q.stride(0),
+        plan.batch,
+        plan.heads(heads, kv_heads, dim, window or 0, scale, softcap or 0.0, k_cache.dtype is torch.bfloat16),
+        q.data_ptr(), q.stride(0),
         k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     if status:

@@ -7,9 +7,6 @@ it, which has AMX; ``torch`` is a product of integer matrices, available everywh
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -21,60 +18,31 @@ from carousel_kernels.int8_weights import (
     QuantizedWeight,
     quantize_rows,
     quantize_rows_wide,
+    turn,
+    turns,
 )
 
 from . import native, timing
+from .native_layer import NARROW, WIDE, NativeLinear, native_layer
+from .timing import Choice
 
-__all__ = ["NAMES", "Choice", "chosen", "prepare_quantized_linear", "remember"]
+__all__ = ["NAMES", "chosen", "prepare_quantized_linear", "remember"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-
-Choice = tuple[tuple[int, str], ...]
-"""(rows, implementation) pairs: from how many rows on which is used; the first is from 1."""
 
 _ROWS = (1, 4, 16, 64, 256)
 _ODD_ROWS = (3, 37)
 _MAX_TIMED_ELEMENTS = 2_000_000
-_SECOND_COPY_GAIN = 0.85  # a second copy of the weights must make the mean time this much shorter
 
 _choices: dict[tuple[int, int, bool], Choice] = {}
 _lock = threading.Lock()
 
 
-class _Layer(ctypes.Structure):
-    """``struct carousel_quant_layer`` of quant.c."""
-
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("shifts", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("columns", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("wide", ctypes.c_int64),
-    )
-
-
-def _native(weight: QuantizedWeight, wide: bool) -> Linear:
-    library = native.library()
-    if library is None:
-        raise NotImplementedError("there is no compiled library")
-    bias = None if weight.bias is None else weight.bias.data_ptr()
-    tensors = weight.codes.data_ptr(), weight.scales.data_ptr(), weight.shifts.data_ptr()
-    layer = _Layer(*tensors, bias, weight.columns, weight.inputs, int(wide))
-    address, columns, call = ctypes.addressof(layer), weight.columns, library.carousel_quant_linear
-    keep = (layer, weight)  # whose memory the address is of
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        assert keep
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = torch.empty(x.shape[0], columns)
-        if call(address, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), torch.get_num_threads()):
-            raise MemoryError(f"no memory to quantise {x.shape[0]} rows")
-        return out
-
-    return linear
+def _native(weight: QuantizedWeight, wide: bool, turned: bool = False) -> Linear:
+    return native_layer(
+        WIDE if wide else NARROW, weight.columns, weight.inputs, weight.codes,
+        scales=weight.scales, shifts=weight.shifts, bias=weight.bias, runs=turns(weight.inputs) if turned else 1,
+    )  # fmt: skip
 
 
 def _finish(
@@ -129,26 +97,31 @@ _IMPLEMENTATIONS: dict[str, Callable[[QuantizedWeight, bool], Linear]] = {
 NAMES = tuple(_IMPLEMENTATIONS)
 
 
-def prepare_quantized_linear(weight: QuantizedWeight, *, wide: bool = False, names: Sequence[str] = NAMES) -> Linear:
+def prepare_quantized_linear(
+    weight: QuantizedWeight, *, wide: bool = False, turned: bool = False, names: Sequence[str] = NAMES
+) -> Linear:
     """See ``carousel_kernels.prepare_quantized_linear``; by one of ``names``, or two where that pays.
 
     Raises:
         RuntimeError: none of them can be had here.
     """
     choice = _choose(weight, names)
-    steps = [(rows, _IMPLEMENTATIONS[name](weight, wide)) for rows, name in choice]
-    few = steps[0][1]
-    if len(steps) == 1:
-        return _any_dtype(few)
-    limit, many = steps[1]
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        return few(x) if x.shape[0] < limit else many(x)
+    def prepare(name: str) -> Linear:
+        if not turned:
+            return _IMPLEMENTATIONS[name](weight, wide)
+        if name == "native":
+            return _native(weight, wide, turned=True)
+        linear = _IMPLEMENTATIONS[name](weight, wide)
+        return lambda x: linear(turn(x))
 
-    return _any_dtype(linear)
+    return _any_dtype(timing.by_rows(choice, prepare))
 
 
 def _any_dtype(linear: Linear) -> Linear:
+    if isinstance(linear, NativeLinear):
+        return linear  # takes any itself
+
     def converted(x: torch.Tensor) -> torch.Tensor:
         return linear(x) if x.dtype is torch.float32 else linear(x.float()).to(x.dtype)
 
@@ -163,8 +136,7 @@ def chosen() -> dict[tuple[int, int, bool], Choice]:
 def remember(choices: dict[tuple[int, int, bool], Choice]) -> None:
     """Take these for measured, unless they are already. What this process does not have is left out."""
     for key, choice in choices.items():
-        known = all(name in _IMPLEMENTATIONS for _, name in choice) and 1 <= len(choice) <= 2 and choice[0][0] == 1
-        if known and (key[2] or all(name != "native" for _, name in choice)):
+        if timing.is_choice(choice, NAMES) and (key[2] or all(name != "native" for _, name in choice)):
             _choices.setdefault(key, choice)
 
 
@@ -205,29 +177,10 @@ def _measure(weight: QuantizedWeight, names: Sequence[str]) -> Choice:
             continue  # not in this build of PyTorch, or not for this CPU
     if not candidates:
         raise RuntimeError(f"no implementation of a quantised {weight.columns} x {weight.inputs} layer works here")
-    return _fastest(timing.race(candidates, inputs))
+    return timing.fastest(timing.race(candidates, inputs), _ROWS)
 
 
 def _exact(weight: QuantizedWeight, codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     quantized, row_scales = quantize_rows(x)
     bias = None if weight.bias is None else weight.bias[: weight.columns]
     return _finish(quantized.double() @ codes.t(), row_scales, weight.scales[: weight.columns], bias)
-
-
-def _fastest(times: dict[str, list[float]]) -> Choice:
-    """The implementation with the least mean (geometric) time over the numbers of rows; or one for few and another for
-    many, if they are enough faster than any alone to be worth a second copy of the weights."""
-
-    def mean(name: str, first: int = 0, end: int | None = None) -> float:
-        return math.prod(times[name][first:end]) ** (1 / len(_ROWS))
-
-    best = min(times, key=mean)
-    limit = mean(best) * _SECOND_COPY_GAIN
-    choice: Choice = ((1, best),)
-    for split in range(1, len(_ROWS)):
-        few = min(times, key=functools.partial(mean, first=0, end=split))
-        many = min(times, key=functools.partial(mean, first=split))
-        together = mean(few, 0, split) * mean(many, split)
-        if few != many and together < limit:
-            limit, choice = together, ((1, few), (math.isqrt(_ROWS[split - 1] * _ROWS[split]), many))
-    return choice

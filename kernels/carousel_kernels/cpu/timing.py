@@ -6,6 +6,7 @@ one tells nothing about a library.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,15 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["one_thread", "race"]
+__all__ = ["Choice", "by_rows", "fastest", "is_choice", "one_thread", "race"]
+
+Choice = tuple[tuple[int, str], ...]
+"""(rows, implementation) pairs: from how many rows on which is used; the first is from 1."""
 
 _SECONDS = 0.03
 _MIN_TURNS, _MAX_TURNS = 2, 40
 _FAR_BEHIND = 1.5
+_SECOND_COPY_GAIN = 0.85  # a second copy of the weights must make the mean time this much shorter
 
 
 @contextmanager
@@ -59,3 +64,38 @@ def race(
                 if any(own <= _FAR_BEHIND * first for own, first in zip(times, best, strict=True))
             }
     return least
+
+
+def is_choice(choice: Choice, names: Sequence[str]) -> bool:
+    """Whether something read from elsewhere is a choice among ``names``."""
+    return 1 <= len(choice) <= 2 and choice[0][0] == 1 and all(name in names for _, name in choice)
+
+
+def fastest(times: Mapping[str, Sequence[float]], rows: Sequence[int]) -> Choice:
+    """The implementation with the least mean (geometric) time over the numbers of rows; or one for few and another for
+    many, if they are enough faster than any alone to be worth a second copy of the weights."""
+
+    def mean(name: str, first: int = 0, end: int | None = None) -> float:
+        return math.prod(times[name][first:end]) ** (1 / len(rows))
+
+    best = min(times, key=mean)
+    limit = mean(best) * _SECOND_COPY_GAIN
+    choice: Choice = ((1, best),)
+    for split in range(1, len(rows)):
+        few = min(times, key=functools.partial(mean, first=0, end=split))
+        many = min(times, key=functools.partial(mean, first=split))
+        together = mean(few, 0, split) * mean(many, split)
+        if few != many and together < limit:
+            limit, choice = together, ((1, few), (math.isqrt(rows[split - 1] * rows[split]), many))
+    return choice
+
+
+def by_rows(
+    choice: Choice, prepare: Callable[[str], Callable[[torch.Tensor], torch.Tensor]]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer that hands each x [T, K] to the implementation chosen for T rows, made by ``prepare`` of its name."""
+    few = prepare(choice[0][1])
+    if len(choice) == 1:
+        return few
+    limit, many = choice[1][0], prepare(choice[1][1])
+    return lambda x: few(x) if x.shape[0] < limit else many(x)

@@ -6,7 +6,10 @@ synchronisation and allocate only through torch, so that they can be recorded in
 
 from __future__ import annotations
 
-from carousel_kernels.reference import prepare_quantized_linear  # these weights are the CPU's: no kernel of its own
+from carousel_kernels.reference import (  # these weights are the CPU's: no kernels of its own
+    prepare_half_linear,
+    prepare_quantized_linear,
+)
 
 from .attention import paged_attention
 from .elementwise import (
@@ -32,6 +35,7 @@ __all__ = [
     "gumbel_noise",
     "paged_attention",
     "prepare_grouped_linear",
+    "prepare_half_linear",
     "prepare_linear",
     "prepare_quantized_linear",
     "prepare_scaled_linear",

@@ -44,6 +44,7 @@ class _Layer:
         "attention_norm",
         "down",
         "eps",
+        "fused",
         "gate_up",
         "head_dim",
         "k_norm",
@@ -102,6 +103,15 @@ class _Layer:
         self.gate_up = _fused_linear(weights, f"{name}mlp.gate_up_proj", gate_up, hidden, config.mlp_bias)
         self.down = _linear(weights, f"{name}mlp.down_proj", (hidden, inner), Part(1, *split.inner), config.mlp_bias)
         self.post_mlp_norm = norm("post_feedforward_layernorm") if config.post_norms else None
+        self.fused = None if config.qk_norm or config.post_norms else ck.fuse_layer(self._parts(config))
+
+    def _parts(self, config: DecoderConfig) -> ck.LayerParts:
+        return ck.LayerParts(
+            attention_norm=self.attention_norm, mlp_norm=self.mlp_norm, qkv=self.qkv, output=self.output,
+            gate_up=self.gate_up, down=self.down, heads=self.sections[0], kv_heads=self.sections[1],
+            head_dim=self.head_dim, scale=self.scale, softcap=self.softcap, window=self.window, eps=self.eps,
+            activation=config.activation,
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -114,6 +124,10 @@ class _Layer:
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(branch output, residual) of the last layer -> the same of this one; only ``rows`` of it, if given."""
+        if self.fused is not None and residual is not None and rows is None and self.rope is not None:
+            whole = (x, residual, self.rope, positions, layout, k_cache, v_cache)
+            if ck.layers_are_fused() and self.fused(*whole):
+                return x, residual
         if residual is None:
             residual = x
             x = ck.rms_norm(x, self.attention_norm, self.eps)
@@ -178,6 +192,7 @@ class Decoder:
         source: the checkpoint's tensors; each is read once, straight into its place. Or where else its weights come
             from, whose device and dtype hold then.
         device, dtype: where and in what the weights and activations are. Logits are float32 always.
+        kv_dtype: of the KV cache; None for ``dtype``.
         max_model_len: the longest context that will be served, in tokens; None: ``config.default_model_len``. It
             fixes the frequencies of length-dependent RoPE (see ``rope``).
         ranks: among whom it is split; all of them call its methods in the same order, with the same arguments.
@@ -193,6 +208,7 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         *,
+        kv_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -206,6 +222,7 @@ class Decoder:
         self._split = weights.split
         self.device = weights.device
         self.dtype = weights.dtype
+        self.kv_dtype = kv_dtype or weights.dtype
         self.max_model_len = max_model_len or config.default_model_len
         table = (config.vocab_size, config.hidden_size)
         tokens = Part(0, *weights.split.vocab)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import carousel_kernels as ck
+from carousel_kernels.cpu import half
 
 from .decoder import Decoder
 from .errors import ModelLoadError, UnsupportedModel
@@ -22,7 +23,7 @@ from .gguf import GGUFSource, hf_config, split_files
 from .packed import PackedSource, PackedWeights, scheme_of_checkpoint
 from .parallel import ALONE, Ranks
 from .prepared import PreparedStore
-from .quantization import quantized_decoder, scheme_of
+from .quantization import HALF, quantized_decoder, scheme_of
 from .tokenizer import Tokenizer, load_gguf_tokenizer, load_tokenizer, read_json
 from .weights import DecoderWeights, TensorSource, open_safetensors
 
@@ -72,7 +73,9 @@ def load_model(
     Args:
         path: where it lies. Any part of a split GGUF stands for all.
         device: where the weights go.
-        dtype: "float32", "bfloat16", "float16" or "auto": float32 on the CPU, bfloat16 elsewhere.
+        dtype: "float32", "bfloat16", "float16" or "auto": bfloat16 on a GPU, and on a CPU that has instructions for it
+            (AVX512-BF16) where the checkpoint is bfloat16 as well; else float32. On the CPU bfloat16 is that of the
+            linear layers, between activations in float32.
         quantization: "none", "int8" (linear layers in 8 bits, on the CPU only) or "auto": none.
         cache_dir: where prepared weights and measurements are kept; it may be read-only. None: nowhere.
         max_model_len: the longest context to serve, in tokens; None for the model's own. Beyond the model's
@@ -91,12 +94,18 @@ def load_model(
     """
     started = time.monotonic()
     path, device = Path(path), torch.device(device)
-    torch_dtype = _dtype(dtype, device)
+    if isinstance(dtype, str) and dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
     scheme = scheme_of(quantization, device)
     store = PreparedStore(cache_dir) if cache_dir is not None else None
     file = _find_gguf(path)
     with _damage(file or path):
-        config, source, tokenizer, defaults = _read_directory(path) if file is None else _read_gguf(file)
+        config, source, tokenizer, defaults, stored = _read_directory(path) if file is None else _read_gguf(file)
+    torch_dtype = _dtype(dtype, device, stored) if scheme == "none" or dtype != "auto" else _default(device)
+    computed = torch_dtype
+    if device.type == "cpu" and torch_dtype is torch.bfloat16:
+        computed = torch.float32  # of linear layers alone: all else would be slower in bfloat16
+        scheme = HALF if scheme == "none" else scheme
     measured = store.restore_choices() if store else {}
     group = ranks or ALONE
     with ck.uniform_linears() if deterministic else nullcontext():
@@ -104,10 +113,10 @@ def load_model(
             weights: TensorSource | DecoderWeights = source
             if isinstance(source, PackedSource) and device.type != "cpu":
                 weights = PackedWeights(source, config, device, torch_dtype, group)
-            decoder = Decoder(config, weights, device, torch_dtype, max_model_len=max_model_len, ranks=group)
+            decoder = Decoder(config, weights, device, computed, max_model_len=max_model_len, ranks=group)
             how = ""
         else:
-            decoder, how = quantized_decoder(config, source, torch_dtype, scheme, store, max_model_len, group)
+            decoder, how = quantized_decoder(config, source, computed, scheme, store, max_model_len, group)
     if kv_dtype == "fp8":
         decoder.kv_dtype = torch.float8_e4m3fn
     if store is not None:
@@ -122,14 +131,15 @@ def load_model(
     return LoadedModel(decoder, tokenizer, defaults, config.architecture, path, decoder.max_model_len)
 
 
-_Parts = tuple[DecoderConfig, TensorSource, Tokenizer, dict[str, Any]]
+_Parts = tuple[DecoderConfig, TensorSource, Tokenizer, dict[str, Any], str]
+"""The last: what type the config says that the weights have; "" where it does not say."""
 
 
 def _read_gguf(file: Path) -> _Parts:
     source = GGUFSource(file)
     # The converter stores Gemma's norms with their 1 added.
     config = replace(_config(hf_config(source), file), norm_offset=False)
-    return config, source, load_gguf_tokenizer(source.metadata, str(file)), _gguf_defaults(source.metadata)
+    return config, source, load_gguf_tokenizer(source.metadata, str(file)), _gguf_defaults(source.metadata), ""
 
 
 def _read_directory(path: Path) -> _Parts:
@@ -141,7 +151,8 @@ def _read_directory(path: Path) -> _Parts:
     plain = open_safetensors(path)
     source: TensorSource = plain if scheme is None else PackedSource(plain, scheme)
     defaults = read_json(path / "generation_config.json")
-    return config, source, load_tokenizer(path, hf, defaults), defaults
+    stored = str(hf.get("dtype") or hf.get("torch_dtype") or "")
+    return config, source, load_tokenizer(path, hf, defaults), defaults, stored
 
 
 _DAMAGE = (
@@ -164,14 +175,18 @@ def _damage(where: Path) -> Generator[None, None, None]:
         ) from error
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype, device: torch.device, stored: str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cpu" and stored.removeprefix("torch.") == "bfloat16" and half.full_rate():
+        return torch.bfloat16
+    return _default(device)
+
+
+def _default(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _config(hf: dict[str, Any], where: Path) -> DecoderConfig:

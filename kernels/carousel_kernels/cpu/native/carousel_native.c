@@ -10,10 +10,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "linear.h"
 #include "parallel.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define ABI_VERSION 1
+#define ABI_VERSION 4
 
 #define BLOCK 16         /* tokens per block of the cache: BLOCK_SIZE of layout.py */
 #define KEYS 64          /* tokens per tile of attention */
@@ -21,6 +22,7 @@
 #define LINE 16          /* floats of a cache line */
 #define AHEAD 192        /* floats of each token of a block that a decode calls for ahead of its reading; measured */
 #define MAX_DIM 256      /* head size; a multiple of 16 */
+#define SOON 3           /* tokens ahead of which the cache's lines are called for, to be written */
 #define MAX_GROUP 32     /* query heads per KV head */
 #define MAX_ROWS 48      /* query rows of a tile of a prompt chunk */
 #define MAX_DECODE 8192  /* floats of the queries that a decode handles together; >= MAX_GROUP * MAX_DIM */
@@ -57,9 +59,10 @@ struct rope {
     float *q;
     const float *k, *v, *cos_sin;
     const int64_t *positions, *slots;
-    float *k_cache, *v_cache;
+    void *k_cache, *v_cache;
     int64_t q_stride, k_stride, v_stride;
     int heads, kv_heads, dim, rotary;
+    int half; /* the cache is bfloat16 */
 };
 
 /* The part of an attention's arguments that a step's layers share; mirrored in native.py. */
@@ -73,15 +76,17 @@ struct carousel_batch {
 struct carousel_heads {
     int32_t heads, kv_heads, dim, window; /* window 0: none */
     float scale, softcap;                 /* softcap 0: none */
+    int32_t half;                         /* the cache is bfloat16, not float32 */
 };
 
 struct attention {
-    const float *q, *k_cache, *v_cache;
+    const float *q;
+    const void *k_cache, *v_cache;
     float *out;
     int64_t q_stride;
     const int32_t *query_start, *context_lens, *block_tables;
     int64_t table_stride;
-    int heads, kv_heads, dim, window;
+    int heads, kv_heads, dim, window, half;
     float scale; /* what queries are multiplied by: scores are in base 2, or, with a cap, divided by it */
     float cap;   /* softcap in base 2; 0: none */
 };
@@ -220,13 +225,14 @@ EXPORT void carousel_gated(const float *x, int64_t stride, float *out, int64_t r
 /* Rotates q [tokens, heads, dim] in place, writes k, rotated, and v [tokens, kv_heads, dim] to their slots. Strides are
  * of tokens, in floats; heads are adjacent. */
 EXPORT void carousel_rope_write(float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
-                                int64_t v_stride, const float *cos_sin, const int64_t *positions, float *k_cache,
-                                float *v_cache, const int64_t *slots, int64_t tokens, int heads, int kv_heads, int dim,
-                                int rotary, int threads) {
+                                int64_t v_stride, const float *cos_sin, const int64_t *positions, void *k_cache,
+                                void *v_cache, const int64_t *slots, int64_t tokens, int heads, int kv_heads, int dim,
+                                int rotary, int half, int threads) {
     const struct rope a = {.q = q, .k = k, .v = v, .cos_sin = cos_sin, .positions = positions, .slots = slots,
                            .k_cache = k_cache, .v_cache = v_cache, .q_stride = q_stride, .k_stride = k_stride,
-                           .v_stride = v_stride, .heads = heads, .kv_heads = kv_heads, .dim = dim, .rotary = rotary};
-    const int64_t width = (int64_t)(heads + 2 * kv_heads) * dim;
+                           .v_stride = v_stride, .heads = heads, .kv_heads = kv_heads, .dim = dim, .rotary = rotary,
+                           .half = half};
+    const int64_t width = (int64_t)(heads + 2 * kv_heads) * dim * 4; /* writing to the cache waits for memory */
     run_rows(operators->rope_write, &a, tokens, width, threads);
 }
 
@@ -326,13 +332,13 @@ static int64_t plan_chunks(const struct attention *a, int first, int end, int th
 /* out [T, heads, dim] dense; q [T, heads, dim] with q_stride floats between tokens; caches dense. Returns 0, or -1
  * without memory for the plan. */
 EXPORT int carousel_attention(const struct carousel_batch *batch, const struct carousel_heads *heads, const float *q,
-                              int64_t q_stride, const float *k_cache, const float *v_cache, float *out) {
+                              int64_t q_stride, const void *k_cache, const void *v_cache, float *out) {
     const float cap = heads->softcap;
     struct attention_job job = {
         .arguments = {.q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .q_stride = q_stride,
                       .query_start = batch->query_start, .context_lens = batch->context_lens,
                       .block_tables = batch->block_tables, .table_stride = batch->table_stride, .heads = heads->heads,
-                      .kv_heads = heads->kv_heads, .dim = heads->dim, .window = heads->window,
+                      .kv_heads = heads->kv_heads, .dim = heads->dim, .window = heads->window, .half = heads->half,
                       .scale = cap > 0 ? heads->scale / cap : heads->scale * LOG2_E, .cap = cap * LOG2_E},
         .partials = batch->partials,
     };
@@ -356,4 +362,46 @@ EXPORT int carousel_attention(const struct carousel_batch *batch, const struct c
     carousel_run(take_items, &job, job.count > 1 ? threads : 1);
     free(job.items);
     return 0;
+}
+
+/* ---- a whole layer of a decoder ---- */
+
+/* Mirrored in fused.py. */
+struct carousel_layer {
+    const float *attention_norm, *mlp_norm;
+    const struct carousel_quant_layer *qkv, *output, *gate_up, *down;
+    struct carousel_heads heads;
+    int32_t rotary, gelu;
+    float eps;
+};
+
+/* Floats of scratch memory for each token of a layer. */
+EXPORT int64_t carousel_layer_floats(const struct carousel_layer *l) {
+    const int64_t narrow = l->qkv->inputs > l->output->inputs ? l->qkv->inputs : l->output->inputs;
+    const int64_t wide = l->qkv->columns > l->gate_up->columns ? l->qkv->columns : l->gate_up->columns;
+    return narrow + wide + l->down->inputs;
+}
+
+/* x [tokens, hidden], what the layer before added, becomes what this one adds; residual [tokens, hidden] is brought up to
+ * date. Just the operators above one after another: what it saves is the time between them. Returns 0, or -1 without
+ * memory. */
+EXPORT int carousel_layer(const struct carousel_layer *l, const struct carousel_batch *batch, float *x, float *residual,
+                          const float *cos_sin, const int64_t *positions, const int64_t *slots, void *k_cache,
+                          void *v_cache, float *scratch) {
+    const int64_t tokens = batch->query_start[batch->sequences], hidden = l->qkv->inputs, width = l->output->inputs;
+    const int64_t qkv = l->qkv->columns, keys = (qkv - width) / 2, inner = l->down->inputs;
+    const int threads = batch->threads;
+    float *narrow = scratch, *wide = narrow + tokens * (hidden > width ? hidden : width);
+    float *gated = wide + tokens * (qkv > 2 * inner ? qkv : 2 * inner);
+    carousel_add_rms_norm(x, hidden, residual, l->attention_norm, narrow, tokens, (int)hidden, l->eps, threads);
+    if (carousel_quant_linear(l->qkv, narrow, hidden, tokens, wide, threads)) return -1;
+    carousel_rope_write(wide, qkv, wide + width, qkv, wide + width + keys, qkv, cos_sin, positions, k_cache, v_cache,
+                        slots, tokens, l->heads.heads, l->heads.kv_heads, l->heads.dim, l->rotary, l->heads.half,
+                        threads);
+    if (carousel_attention(batch, &l->heads, wide, qkv, k_cache, v_cache, narrow)) return -1;
+    if (carousel_quant_linear(l->output, narrow, width, tokens, x, threads)) return -1;
+    carousel_add_rms_norm(x, hidden, residual, l->mlp_norm, narrow, tokens, (int)hidden, l->eps, threads);
+    if (carousel_quant_linear(l->gate_up, narrow, hidden, tokens, wide, threads)) return -1;
+    carousel_gated(wide, 2 * inner, gated, tokens, (int)inner, l->gelu, threads);
+    return carousel_quant_linear(l->down, gated, inner, tokens, x, threads);
 }

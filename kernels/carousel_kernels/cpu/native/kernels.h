@@ -113,20 +113,68 @@ INLINE void NAME(rotate)(const float *x, float *out, const float *cos, const flo
     }
 }
 
+/* count floats, to the nearest bfloat16, ties to even; what is no number stays none. */
+INLINE void NAME(halve_row)(const float *x, uint16_t *out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        out[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+    }
+}
+
+INLINE void NAME(widen_row)(const uint16_t *x, float *out, int count) {
+    for (int i = 0; i < count; i++) {
+        const uint32_t bits = (uint32_t)x[i] << 16;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
+/* The keys of one token, rotated, and its values, to a cache of bfloat16. */
+INLINE void NAME(write_half)(const struct rope *job, int64_t token, const float *cos, const float *sin, int64_t slot) {
+    const int dim = job->dim, half = job->rotary / 2;
+    const float *k = job->k + token * job->k_stride;
+    uint16_t *k_cache = (uint16_t *)job->k_cache + slot, *v_cache = (uint16_t *)job->v_cache + slot;
+    float rotated[MAX_DIM];
+    for (int h = 0; h < job->kv_heads * dim; h += dim) {
+        NAME(rotate)(k + h, rotated, cos, sin, half);
+        for (int i = 2 * half; i < dim; i++) rotated[i] = k[h + i];
+        NAME(halve_row)(rotated, k_cache + h, dim);
+    }
+    NAME(halve_row)(job->v + token * job->v_stride, v_cache, job->kv_heads * dim);
+}
+
+/* Call for the lines of the cache that a later token is written to: they are cold, and waiting for each takes longer
+ * than all the arithmetic. */
+INLINE void NAME(call_for)(const struct rope *job, int64_t token) {
+    const int64_t bytes = (int64_t)job->kv_heads * job->dim * (job->half ? 2 : 4), at = job->slots[token] * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch((char *)job->k_cache + at + i, 1);
+        __builtin_prefetch((char *)job->v_cache + at + i, 1);
+    }
+}
+
 FN void NAME(rope_write)(const void *arguments, int64_t first, int64_t last) {
     const struct rope *job = arguments;
     const int dim = job->dim, half = job->rotary / 2;
+    for (int64_t t = first; t < first + SOON && t < last; t++) NAME(call_for)(job, t);
     for (int64_t t = first; t < last; t++) {
+        if (t + SOON < last) NAME(call_for)(job, t + SOON);
         const float *cos = job->cos_sin + job->positions[t] * job->rotary, *sin = cos + half;
         float *q = job->q + t * job->q_stride;
         for (int h = 0; h < job->heads; h++) NAME(rotate)(q + h * dim, q + h * dim, cos, sin, half);
         const int64_t slot = job->slots[t] * job->kv_heads * dim;
-        const float *k = job->k + t * job->k_stride;
-        for (int h = 0; h < job->kv_heads * dim; h += dim) {
-            NAME(rotate)(k + h, job->k_cache + slot + h, cos, sin, half);
-            for (int i = 2 * half; i < dim; i++) job->k_cache[slot + h + i] = k[h + i];
+        if (job->half) {
+            NAME(write_half)(job, t, cos, sin, slot);
+            continue;
         }
-        memcpy(job->v_cache + slot, job->v + t * job->v_stride, sizeof(float) * (size_t)(job->kv_heads * dim));
+        const float *k = job->k + t * job->k_stride;
+        float *k_cache = (float *)job->k_cache + slot;
+        for (int h = 0; h < job->kv_heads * dim; h += dim) {
+            NAME(rotate)(k + h, k_cache + h, cos, sin, half);
+            for (int i = 2 * half; i < dim; i++) k_cache[h + i] = k[h + i];
+        }
+        memcpy((float *)job->v_cache + slot, job->v + t * job->v_stride, sizeof(float) * (size_t)(job->kv_heads * dim));
     }
 }
 
@@ -350,16 +398,45 @@ INLINE void NAME(online_softmax)(const struct attention *job, float *scores, int
     }
 }
 
-/* The addresses of up to KEYS keys (or values) of a KV head, whole blocks from the given one. */
-INLINE int NAME(addresses)(const struct attention *job, const float *cache, const int32_t *table, int64_t first_block,
-                           int64_t end_block, int head, const float **out) {
+/* The addresses of up to KEYS keys (or values) of a KV head, whole blocks from the given one; of a cache of bfloat16
+ * those of copies in float32, made in buffer [KEYS, dim]. */
+INLINE int NAME(addresses)(const struct attention *job, const void *cache, const int32_t *table, int64_t first_block,
+                           int64_t end_block, int head, float *buffer, const float **out) {
     const int64_t token = (int64_t)job->kv_heads * job->dim;
     int n = 0;
     for (int64_t b = first_block; b < end_block && n < KEYS; b++) {
-        const float *base = cache + table[b] * BLOCK * token + (int64_t)head * job->dim;
-        for (int i = 0; i < BLOCK; i++) out[n++] = base + i * token;
+        const int64_t base = table[b] * BLOCK * token + (int64_t)head * job->dim;
+        for (int i = 0; i < BLOCK; i++, n++) {
+            if (!job->half) {
+                out[n] = (const float *)cache + base + i * token;
+                continue;
+            }
+            NAME(widen_row)((const uint16_t *)cache + base + i * token, buffer + n * job->dim, job->dim);
+            out[n] = buffer + n * job->dim;
+        }
     }
     return n;
+}
+
+/* The keys (or values) of a block, the first at element `at` of the cache, token elements apart: where they lie, or,
+ * of bfloat16, copies in float32 in buffer [BLOCK, dim]. ahead is what will be read later: called for here with a cache
+ * of bfloat16, and then NULL, else left to whoever reads the block. */
+INLINE const float *NAME(block_of)(const struct attention *job, const void *cache, int64_t at, float *buffer,
+                                   int64_t *stride, const void **ahead) {
+    const int64_t token = (int64_t)job->kv_heads * job->dim;
+    if (!job->half) {
+        *stride = token;
+        return (const float *)cache + at;
+    }
+    const uint16_t *from = (const uint16_t *)cache + at, *later = *ahead;
+    for (int i = 0; i < BLOCK; i++) {
+        if (later != NULL)
+            for (int d = 0; d < job->dim; d += 2 * LINE) __builtin_prefetch(later + i * token + d);
+        NAME(widen_row)(from + i * token, buffer + i * job->dim, job->dim);
+    }
+    *stride = job->dim;
+    *ahead = NULL;
+    return buffer;
 }
 
 INLINE void NAME(finish_rows)(const float *l, const float *o, int rows, int dim, float *out) {
@@ -372,7 +449,7 @@ INLINE void NAME(finish_rows)(const float *l, const float *o, int rows, int dim,
 
 /* A decode reads a tile's keys, then its values, each block by block and head by head. Here is what it will read
  * `distance` (block, head) pairs after the given pair; NULL past the end. */
-INLINE const float *NAME(later)(const struct attention *job, const int32_t *table, int64_t end, int64_t tile,
+INLINE const void *NAME(later)(const struct attention *job, const int32_t *table, int64_t end, int64_t tile,
                                 int values, int pair, int distance, int head, int heads) {
     const int64_t next = tile + TILE_BLOCKS;
     const int pairs = (int)(next < end ? TILE_BLOCKS : end - tile) * heads;
@@ -384,8 +461,8 @@ INLINE const float *NAME(later)(const struct attention *job, const int32_t *tabl
         if (tile + pair / heads >= end) return NULL;
     }
     const int64_t token = (int64_t)job->kv_heads * job->dim;
-    return (values ? job->v_cache : job->k_cache) + table[tile + pair / heads] * BLOCK * token +
-           (int64_t)(head + pair % heads) * job->dim;
+    const int64_t at = table[tile + pair / heads] * BLOCK * token + (int64_t)(head + pair % heads) * job->dim;
+    return (const char *)(values ? job->v_cache : job->k_cache) + at * (job->half ? 2 : 4);
 }
 
 /* Blocks [first, end) of a sequence with one new token, all heads. The heads go through the blocks together, because
@@ -399,7 +476,7 @@ FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, i
     const int64_t context = job->context_lens[sequence], token = (int64_t)job->kv_heads * dim;
     const int32_t row = job->query_start[sequence];
     float q[MAX_DECODE], o[MAX_DECODE], m[MAX_DECODE / BLOCK], l[MAX_DECODE / BLOCK];
-    float scores[MAX_DECODE / BLOCK * KEYS];
+    float scores[MAX_DECODE / BLOCK * KEYS], buffer[BLOCK * MAX_DIM];
     for (int head = 0; head < job->kv_heads; head += together) {
         const int heads = job->kv_heads - head < together ? job->kv_heads - head : together, rows = heads * group;
         const float *queries = job->q + row * job->q_stride + (int64_t)head * group * dim;
@@ -412,20 +489,26 @@ FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, i
             const int count = (int)(left < blocks * BLOCK ? left : blocks * BLOCK);
             for (int i = 0; i < blocks * heads; i++) {
                 const int b = i / heads, h = i % heads;
-                NAME(dot_scores)(q + h * group * dim, group, dim,
-                                 job->k_cache + table[tile + b] * BLOCK * token + (int64_t)(head + h) * dim, token,
-                                 NAME(later)(job, table, end, tile, 0, i, distance, head, heads),
+                const void *ahead = NAME(later)(job, table, end, tile, 0, i, distance, head, heads);
+                int64_t stride;
+                const float *keys =
+                    NAME(block_of)(job, job->k_cache, table[tile + b] * BLOCK * token + (int64_t)(head + h) * dim,
+                                   buffer, &stride, &ahead);
+                NAME(dot_scores)(q + h * group * dim, group, dim, keys, stride, ahead,
                                  scores + h * group * KEYS + b * BLOCK);
             }
             NAME(online_softmax)(job, scores, rows, rows, count, tile * BLOCK, context - 1, m, l, o);
             for (int i = 0; i < blocks * heads; i++) {
                 const int b = i / heads, h = i % heads, known = count - b * BLOCK < BLOCK ? count - b * BLOCK : BLOCK;
+                const void *ahead = NAME(later)(job, table, end, tile, 1, i, distance, head, heads);
                 const float *values[BLOCK];
-                for (int j = 0; j < BLOCK; j++)
-                    values[j] = job->v_cache + (table[tile + b] * BLOCK + j) * token + (int64_t)(head + h) * dim;
+                int64_t stride;
+                values[0] = NAME(block_of)(job, job->v_cache,
+                                           table[tile + b] * BLOCK * token + (int64_t)(head + h) * dim, buffer, &stride,
+                                           &ahead);
+                for (int j = 1; j < BLOCK; j++) values[j] = values[0] + j * stride;
                 NAME(add_product)(o + h * group * dim, dim, scores + h * group * KEYS + b * BLOCK, KEYS, values, known,
-                                  group, dim, NAME(later)(job, table, end, tile, 1, i, distance, head, heads),
-                                  token);
+                                  group, dim, ahead, token);
             }
         }
         const int64_t at = (int64_t)head * group;
@@ -468,7 +551,7 @@ FN void NAME(chunk)(const struct attention *job, int sequence, int first, int en
     const int64_t position = job->context_lens[sequence] - (job->query_start[sequence + 1] - row);
     const int64_t context = position + (end - first); /* what the last of these tokens sees */
     float q[MAX_ROWS * MAX_DIM], o[MAX_ROWS * MAX_DIM], m[MAX_ROWS], l[MAX_ROWS], scores[MAX_ROWS * KEYS];
-    float transposed[MAX_DIM * KEYS];
+    float transposed[MAX_DIM * KEYS], buffer[KEYS * MAX_DIM];
     const float *keys[KEYS], *values[KEYS], *by_dim[MAX_DIM];
     for (int d = 0; d < dim; d++) by_dim[d] = transposed + d * KEYS;
     for (int r = 0; r < rows; r++) {
@@ -481,8 +564,7 @@ FN void NAME(chunk)(const struct attention *job, int sequence, int first, int en
     const int64_t end_block = (context + BLOCK - 1) / BLOCK;
     for (int64_t block = unseen > 0 ? unseen / BLOCK : 0; block < end_block; block += TILE_BLOCKS) {
         const int64_t start = block * BLOCK;
-        const int found = NAME(addresses)(job, job->k_cache, table, block, end_block, head, keys);
-        NAME(addresses)(job, job->v_cache, table, block, end_block, head, values);
+        const int found = NAME(addresses)(job, job->k_cache, table, block, end_block, head, buffer, keys);
         const int count = (int)(context - start < found ? context - start : found);
         const int skip = start > position ? (int)(start - position) * group : 0; /* rows that see none of these keys */
         const int live = rows - skip;
@@ -490,6 +572,7 @@ FN void NAME(chunk)(const struct attention *job, int sequence, int first, int en
         NAME(product)(scores, KEYS, q + skip * dim, dim, by_dim, dim, live, found);
         NAME(online_softmax)(job, scores, live, group, count, start, position + skip / group, m + skip, l + skip,
                              o + skip * dim);
+        NAME(addresses)(job, job->v_cache, table, block, end_block, head, buffer, values);
         NAME(add_product)(o + skip * dim, dim, scores, KEYS, values, count, live, dim, NULL, 0);
     }
     for (int r = 0; r < rows; r++)

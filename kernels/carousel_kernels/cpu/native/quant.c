@@ -4,6 +4,8 @@
  * The scheme is dynamic symmetric quantisation: code = round(x * 127 / max |x|), of each row; a row with anything that
  * is not finite becomes NaN as a whole. A wide layer takes activations of 16 bits instead, as two codes, the second one
  * for what rounding the first has left: each row is two rows of the product.
+ *
+ * Layers of bfloat16 and float32 go the same way, activations of the former rounded as they come; summed in float32.
  */
 #include <math.h>
 #include <stddef.h>
@@ -15,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+#include "linear.h"
 #include "parallel.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -22,14 +25,9 @@
 #define SMALL_PRODUCT 131072 /* multiplications below which waking threads costs about what they save */
 #define SMALL_ROWS 32768     /* activations below which one thread quantises them all */
 
-/* A layer; mirrored in quant.py. */
-struct carousel_quant_layer {
-    const int8_t *weights; /* [blocks][depth][BLOCK][4], zero beyond the layer's columns and inputs */
-    const float *scales;   /* [blocks * BLOCK] */
-    const int32_t *shifts; /* [blocks * BLOCK]: 128 times the sum of a column's weights */
-    const float *bias;     /* [blocks * BLOCK], or NULL */
-    int64_t columns, inputs, wide;
-};
+/* Formats: 8-bit weights with activations of 8 or 16 bits; bfloat16; float32. The latter two have weights
+ * [blocks][depth][BLOCK][2 or 1], and neither scales nor shifts. */
+enum { NARROW, WIDE, HALF, FLOAT };
 
 struct epilogue {
     const float *scales, *row_scales, *bias;
@@ -39,13 +37,17 @@ struct epilogue {
 };
 
 #include "quant_kernels.h"
+#include "half_kernels.h"
 
 static const struct quant_operators *quant = &quant_kinds[0];
+static const struct half_operators *half = &half_kinds[0];
 
 /* Use the kind of instructions with this number, or the best of this CPU for 0. Returns the one that is used; 0 where
  * the CPU does not have it, and nothing changes. */
 EXPORT int carousel_quant_init(int kind) {
     const int count = (int)(sizeof(quant_kinds) / sizeof(quant_kinds[0]));
+    for (int i = 0; i < (int)(sizeof(half_kinds) / sizeof(half_kinds[0])); i++)
+        if ((kind == 0 || half_kinds[i].kind <= kind) && cpu_has_half(&half_kinds[i])) half = &half_kinds[i];
     for (int i = count - 1; i >= 0; i--)
         if ((kind == 0 || quant_kinds[i].kind == kind) && cpu_has(quant_kinds[i].kind)) {
             quant = &quant_kinds[i];
@@ -54,10 +56,15 @@ EXPORT int carousel_quant_init(int kind) {
     return 0;
 }
 
+/* Whether bfloat16 is multiplied by instructions for it. */
+EXPORT int carousel_half_products(void) { return half->dots; }
+
 struct linear_job {
     const struct carousel_quant_layer *layer;
     const float *x;
     int64_t x_stride, rows, codes_per_row, depth, groups, blocks;
+    product product;
+    finisher finish;
     uint8_t *codes;    /* groups one after another; GROUP rows of codes at most in each */
     char *scratch;     /* [groups][depth * SCRATCH] */
     float *row_scales; /* [rows] */
@@ -77,6 +84,19 @@ static int64_t first_row(const struct linear_job *job, int64_t group) {
 /* Codes of one row, 128 for nothing, to [depth * 4] at to, and with wide the second ones to rests. */
 static float encode_row(const struct linear_job *job, const float *x, uint8_t *to, uint8_t *rests, float *scratch) {
     const int64_t inputs = job->layer->inputs, all = job->depth * 4;
+    if (job->layer->runs > 1) {
+        quant->turn(x, scratch, inputs, job->layer->runs);
+        x = scratch;
+    }
+    if (job->layer->format == FLOAT) {
+        memcpy(to, x, (size_t)all);
+        return 1.0f;
+    }
+    if (job->layer->format == HALF) {
+        half->halve(x, (uint16_t *)to, inputs);
+        memset(to + 2 * inputs, 0, (size_t)(all - 2 * inputs));
+        return 1.0f;
+    }
     const uint32_t bits = quant->largest(x, inputs);
     float largest, inverse = 0.0f, scale = 0.0f;
     memcpy(&largest, &bits, 4);
@@ -132,8 +152,8 @@ static void multiply(const struct linear_job *job, int64_t item) {
         const int rows = (int)(first_row(job, group + 1) - row);
         int32_t sums[GROUP * BLOCK] __attribute__((aligned(64)));
         const int64_t each = job->codes_per_row;
-        quant->multiply(job->codes + row * each * job->depth * 4, rows * (int)each, weights, job->depth, sums);
-        quant->finish(sums, &job->epilogue, row, rows, block * BLOCK);
+        job->product(job->codes + row * each * job->depth * 4, rows * (int)each, weights, job->depth, sums);
+        job->finish(sums, &job->epilogue, row, rows, block * BLOCK);
     }
 }
 
@@ -155,16 +175,19 @@ static void take_blocks(void *data) {
     }
 }
 
-/* out [rows, columns] = x [rows, inputs] (x_stride floats between rows) times the layer's weights, plus its bias.
- * Returns 0, or -1 without memory for the quantised activations. */
 EXPORT int carousel_quant_linear(const struct carousel_quant_layer *layer, const float *x, int64_t x_stride, int64_t rows,
                                  float *out, int threads) {
     if (rows <= 0) return 0;
-    const int64_t each = layer->wide ? 2 : 1, most = GROUP / each;
+    const int64_t each = layer->format == WIDE ? 2 : 1, most = GROUP / each;
+    const int64_t together = layer->format == FLOAT ? 1 : layer->format == HALF ? 2 : 4;
     struct linear_job job = {
         .layer = layer, .x = x, .x_stride = x_stride, .rows = rows, .codes_per_row = each,
-        .depth = (layer->inputs + 3) / 4, .groups = (rows + most - 1) / most,
+        .depth = (layer->inputs + together - 1) / together, .groups = (rows + most - 1) / most,
         .blocks = (layer->columns + BLOCK - 1) / BLOCK, .parts = 1,
+        .product = layer->format == FLOAT  ? half->multiply_floats
+                   : layer->format == HALF ? half->multiply
+                                           : quant->multiply,
+        .finish = layer->format >= HALF ? half->finish : quant->finish,
     };
     const int64_t scratch = (rows * each * job.depth * 4 + 63) / 64 * 64;
     const int64_t bytes = scratch + job.groups * job.depth * SCRATCH;
@@ -175,7 +198,7 @@ EXPORT int carousel_quant_linear(const struct carousel_quant_layer *layer, const
     job.row_scales = (float *)((char *)memory + (bytes + 63) / 64 * 64);
     job.epilogue = (struct epilogue){.scales = layer->scales, .row_scales = job.row_scales, .bias = layer->bias,
                                      .shifts = layer->shifts, .out = out, .columns = layer->columns,
-                                     .wide = layer->wide};
+                                     .wide = layer->format == WIDE};
     if (rows * layer->columns * layer->inputs < SMALL_PRODUCT) threads = 1;
     if (threads > 1 && job.blocks < 4 * threads) {
         job.parts = (4 * threads + job.blocks - 1) / job.blocks;

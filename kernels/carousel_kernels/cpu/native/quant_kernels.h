@@ -9,6 +9,7 @@
 #define GROUP 12 /* rows: with the 2 vectors of a block, 24 of 32 vector registers are sums */
 #define BLOCK 32 /* output columns */
 #define RESTS 254.0f
+#define RUN 16 /* values that a turn keeps together */
 #define ROUNDER 12582912.0f /* 1.5 * 2^23: added to a small number, it leaves an integer */
 #define AHEAD 16384 /* bytes of weights that are called into the cache ahead of their use; measured */
 
@@ -21,6 +22,7 @@
 typedef void (*product)(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums);
 typedef void (*encoder)(const float *x, float inverse, uint8_t *codes, int64_t count);
 typedef void (*splitter)(const float *x, float inverse, uint8_t *codes, uint8_t *rests, float *scratch, int64_t count);
+typedef void (*turner)(const float *x, float *out, int64_t count, int64_t runs);
 typedef void (*finisher)(const int32_t *sums, const struct epilogue *e, int64_t row, int rows, int64_t column);
 
 /* What all instruction sets do alike; vectorised for each of them. */
@@ -35,6 +37,19 @@ typedef void (*finisher)(const int32_t *sums, const struct epilogue *e, int64_t 
             most = bits > most ? bits : most;                                                                         \
         }                                                                                                             \
         return most;                                                                                                  \
+    }                                                                                                                 \
+    /* Every RUN * runs adjacent values, as [runs, RUN], times the Hadamard matrix of runs, without its scale. */       \
+    static TARGET void turn_##NAME(const float *x, float *out, int64_t count, int64_t runs) {                         \
+        memcpy(out, x, (size_t)count * sizeof(float));                                                                \
+        for (float *end = out + count; out < end; out += RUN * runs)                                                  \
+            for (int64_t step = RUN; step < RUN * runs; step *= 2)                                                    \
+                for (int64_t i = 0; i < RUN * runs; i += 2 * step)                                                    \
+                    for (float *low = out + i, *high = low + step; high < out + i + 2 * step; low += RUN, high += RUN) { \
+                        float sum[RUN], difference[RUN];                                                              \
+                        for (int l = 0; l < RUN; l++) sum[l] = low[l] + high[l], difference[l] = low[l] - high[l];    \
+                        memcpy(low, sum, sizeof(sum));                                                                \
+                        memcpy(high, difference, sizeof(difference));                                                 \
+                    }                                                                                                 \
     }                                                                                                                 \
     /* codes and rests [count]: x * inverse, rounded, and what that left, in units of 1 / RESTS. */                    \
     static TARGET void split_##NAME(const float *x, float inverse, uint8_t *codes, uint8_t *rests, float *scratch,    \
@@ -232,17 +247,18 @@ struct quant_operators {
     uint32_t (*largest)(const float *, int64_t);
     encoder encode;
     splitter split;
+    turner turn;
     product multiply;
     finisher finish;
 };
 
 /* By kind, slowest first; what this CPU lacks is left out by carousel_quant_init. */
 static const struct quant_operators quant_kinds[] = {
-    {1, largest_base, encode_base, split_base, product_base, finish_base},
+    {1, largest_base, encode_base, split_base, turn_base, product_base, finish_base},
 #if defined(__x86_64__)
-    {2, largest_avx2, encode_avx2, split_avx2, product_avx2, finish_avx2},
-    {3, largest_avx2, encode_avx2, split_avx2, product_vnni256, finish_avx2},
-    {4, largest_avx512, encode_avx512, split_avx512, product_vnni512, finish_avx512},
+    {2, largest_avx2, encode_avx2, split_avx2, turn_avx2, product_avx2, finish_avx2},
+    {3, largest_avx2, encode_avx2, split_avx2, turn_avx2, product_vnni256, finish_avx2},
+    {4, largest_avx512, encode_avx512, split_avx512, turn_avx512, product_vnni512, finish_avx512},
 #endif
 };
 
