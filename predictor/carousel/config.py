@@ -340,8 +340,8 @@ class Settings:
     )
     kv_cache_dtype: str = option(
         "auto", TEXT,
-        """Type of cached keys and values: auto, that of the activations; fp8 (e4m3), half of bfloat16's memory, and
-        less exact (GPUs only).""",
+        """Type of cached keys and values: auto, that of the activations, or bfloat16 beside int8 and bfloat16 weights
+        on a CPU; fp8 (e4m3), half of bfloat16's memory, and less exact (GPUs only).""",
         group=_BATCH, choices=("auto", "fp8"),
     )  # fmt: skip
     prefix_caching: bool = option(

@@ -146,7 +146,7 @@ def test_layers_quantised_to_int8(tmp_path: Path) -> None:
 
     def quantised(ranks: Any = ALONE) -> torch.Tensor:
         source = open_safetensors(tmp_path)
-        return logits(Decoder(config, QuantizingWeights(source, config, torch.device("cpu"), torch.float32, ranks)))
+        return logits(Decoder(config, QuantizingWeights(source, config, torch.float32, "int8", ranks)))
 
     expected = quantised()
     exact = logits(load(tmp_path))

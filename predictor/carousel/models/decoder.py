@@ -223,6 +223,7 @@ class Decoder:
         self.device = weights.device
         self.dtype = weights.dtype
         self.kv_dtype = kv_dtype or weights.dtype
+        """Of cached keys and values; may be changed to float8_e4m3fn, whose scale is 1, before any are allocated."""
         self.max_model_len = max_model_len or config.default_model_len
         table = (config.vocab_size, config.hidden_size)
         tokens = Part(0, *weights.split.vocab)
@@ -249,8 +250,6 @@ class Decoder:
         self.weight_bytes = weights.bytes
         """Bytes of all parameters here; a tied table counts once, or twice where the output layer is a quantised
         copy."""
-        self.kv_dtype = self.dtype
-        """Of cached keys and values; may be changed to float8_e4m3fn, whose scale is 1, before any are allocated."""
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._rope_rows = 0
         self.reserve_positions(min(self.max_model_len, _FIRST_ROPE_ROWS))

@@ -82,7 +82,7 @@ def load_model(
             original length it stretches RoPE where that depends on the length (dynamic, longrope).
         deterministic: linear layers whose result for a row does not depend on the other rows, to the last bit; not on
             the CPU.
-        kv_dtype: of cached keys and values: "auto", that of the weights, or "fp8".
+        kv_dtype: of cached keys and values: "auto", that of the weights (beside int8 bfloat16), or "fp8".
         ranks: among whom the decoder is split; None: it is whole.
         log: receives one line on what was loaded.
 
