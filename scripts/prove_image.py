@@ -152,8 +152,8 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-def check(venv: Path, elsewhere: Path) -> None:
-    """Raise AssertionError or CalledProcessError unless the environment is what the image should hold."""
+def check(venv: Path, elsewhere: Path, target: str = "cpu") -> None:
+    """Raise AssertionError or CalledProcessError unless the environment is what the image of a target should hold."""
     environment = {"PATH": f"{venv}/bin:/usr/bin:/bin", "HOME": str(elsewhere)}
 
     def run(*words: str) -> str:
@@ -180,7 +180,11 @@ def check(venv: Path, elsewhere: Path) -> None:
     assert compiled == "True" or not shutil.which("cc"), "there is a C compiler, but the compiled operators do not load"
     bill = json.loads((venv / "share" / "sbom" / "sbom.cdx.json").read_text("utf-8"))
     assert {"torch", "kserve"} <= {item["name"] for item in bill["components"]}, "the bill of materials lacks packages"
-    assert not list(venv.glob("lib/python3.*/site-packages/torch/include")), "scripts/slim_env.py left torch's headers"
+    headers = list(venv.glob("lib/python3.*/site-packages/torch/include"))
+    assert bool(headers) == (target == "cuda"), "torch's headers are for the target cuda, whose kernels need them"
+    if target == "cuda":
+        code = "import torch, triton; assert torch.version.cuda, torch.__version__"
+        run("python", "-c", code)
     typed = [
         path.parent.name for path in venv.rglob("py.typed") if path.parent.name in {"carousel", "carousel_kernels"}
     ]
@@ -199,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         source.mkdir()
         elsewhere.mkdir()
         perform(install_steps(stages, options.target), ROOT, source, venv)
-        check(venv, elsewhere)
+        check(venv, elsewhere, options.target)
     print(f"the install steps of the target {options.target} work ({time.monotonic() - started:.0f} s)")
     return 0
 

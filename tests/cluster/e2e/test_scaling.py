@@ -27,7 +27,7 @@ from tests.manifests.kustomized import MANIFESTS, build
 pytestmark = pytest.mark.timeout(1200)
 
 WAYS = ("keda-prometheus", "keda-metrics-api", "keda-external", "hpa")
-STREAMS, SEATS, TOKENS, STEP_S = 24, 16, 20, 0.4
+STREAMS, SEATS, TOKENS, STEP_S = 24, 16, 10, 0.8
 #: How long the load stays the same.
 CONSTANT_S = float(os.environ.get("CAROUSEL_E2E_CONSTANT_SECONDS", "300"))
 #: Instead of the manifests' 180 s, so that the way back is seen in time. A shorter window flaps sooner and not later.
