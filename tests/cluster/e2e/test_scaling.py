@@ -30,7 +30,8 @@ WAYS = ("keda-prometheus", "keda-metrics-api", "keda-external", "hpa")
 STREAMS, SEATS, TOKENS, STEP_S = 24, 16, 10, 0.8
 #: How long the load stays the same.
 CONSTANT_S = float(os.environ.get("CAROUSEL_E2E_CONSTANT_SECONDS", "300"))
-#: Instead of the manifests' 180 s, so that the way back is seen in time. A shorter window flaps sooner and not later.
+#: Instead of the manifests' 180 s and the scaler's 60 s, so that the way back is seen in time. A shorter window flaps
+#: sooner and not later.
 WINDOW_S = 30
 #: A metric of KEDA's that nobody scales on but the HPA of manifests/: KEDA is the adapter of external.metrics.k8s.io.
 METER = "meter"
@@ -69,6 +70,7 @@ def adapt(item: Object) -> None:
     elif item["kind"] == "Deployment":
         (container,) = spec["template"]["spec"]["containers"]
         container["image"] = IMAGE
+        container["args"].append(f"--scale-in-seconds={WINDOW_S}")
     elif item["kind"] == "ScaledObject":
         spec["minReplicaCount"] = 1
         shorten(spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
@@ -178,7 +180,6 @@ def test_out_on_a_queue_still_at_a_constant_load_and_back(kube: Kube, way: str, 
     figures: dict[str, Any] = {"way": way}
     with watched(kube) as replicas:
         settled(kube, replicas, 1, 240)
-        time.sleep(10)  # the scaler has seen an idle pod
         idle = time.monotonic()
         assert replicas.now[0] == 1
         with streams(kube, "carousel", {"fresh": STREAMS}, TOKENS) as load:
