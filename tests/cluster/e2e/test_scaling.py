@@ -1,13 +1,15 @@
 """The scalers of manifests/ on real servers: out from one to three when a queue grows, still while the load is the
 same, and back to one when it goes. By KEDA in three ways, and by an HPA on an external metric.
 
-Every step of the engine sleeps (``CAROUSEL_FAULTS=slow=...``), so that queues grow though the machine has no power to
-spare. The load is such that three replicas is what the signal asks for with none of them at a limit: 24 streams need
-1.5 batches of 16, which at a target of 0.6 is 2.5 replicas; on a single one 8 wait besides.
+The model is the tests' tiny one and every step of the engine sleeps (``CAROUSEL_FAULTS=slow=...``), so that queues
+grow though the machine has no power to spare, and requests take as long on a busy machine as on an idle one. The load
+is such that three replicas is what the signal asks for with none of them at a limit: 24 streams need 1.5 batches of 16,
+which at a target of 0.6 is 2.5 replicas; on a single one 8 wait besides.
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from tests.cluster.e2e.conftest import IMAGE, container_of, set_variables
 from tests.cluster.e2e.kube import Kube, KubectlError, Object, until
 from tests.cluster.e2e.streams import SETTLE_S, streams
 from tests.manifests.kustomized import MANIFESTS, build
+from tests.models.hostile_files import write_directory
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -35,6 +39,7 @@ CONSTANT_S = float(os.environ.get("CAROUSEL_E2E_CONSTANT_SECONDS", "300"))
 WINDOW_S = 30
 #: A metric of KEDA's that nobody scales on but the HPA of manifests/: KEDA is the adapter of external.metrics.k8s.io.
 METER = "meter"
+TINY = "tiny-model"
 
 
 def objects(way: str, namespace: str) -> list[Object]:
@@ -54,13 +59,16 @@ def adapt(item: Object) -> None:
         container = container_of(item)
         container["image"] = IMAGE
         container["resources"] = {
-            "requests": {"cpu": "50m", "memory": "1Gi"},
+            "requests": {"cpu": "50m", "memory": "256Mi"},
             "limits": {"cpu": "2", "memory": "1Gi"},
         }
-        # The demo image has its model where the base mounts an empty cache.
-        container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "cache"]
+        container["volumeMounts"].append({"name": TINY, "mountPath": "/mnt/models"})
+        spec["predictor"]["volumes"].append({"name": TINY, "configMap": {"name": TINY}})
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container[probe]["timeoutSeconds"] = 10  # a busy machine is not what is tested
         set_variables(
             item,
+            CAROUSEL_MODEL="/mnt/models",
             CAROUSEL_MODEL_NAME="smollm2",
             CAROUSEL_MAX_BATCH_SEQUENCES=str(SEATS),
             CAROUSEL_DRAIN_SECONDS="30",
@@ -79,6 +87,12 @@ def adapt(item: Object) -> None:
         shorten(spec["behavior"])
         metric = {"name": "s0-prometheus", "selector": {"matchLabels": {"scaledobject.keda.sh/name": METER}}}
         spec["metrics"][0]["external"]["metric"] = metric
+
+
+def tiny_model(folder: Path) -> Object:
+    """The tests' tiny model as a ConfigMap."""
+    files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in write_directory(folder).iterdir()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": TINY}, "binaryData": files}
 
 
 def shorten(behavior: Object) -> None:
@@ -173,9 +187,11 @@ def settled(kube: Kube, replicas: Replicas, number: int, seconds: float) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_out_on_a_queue_still_at_a_constant_load_and_back(kube: Kube, way: str, report: Callable[..., None]) -> None:
+def test_out_on_a_queue_still_at_a_constant_load_and_back(
+    kube: Kube, way: str, tmp_path: Path, report: Callable[..., None]
+) -> None:
     need(kube, way)
-    kube.apply(*objects(way, kube.namespace))
+    kube.apply(tiny_model(tmp_path / "tiny"), *objects(way, kube.namespace))
     until(lambda: kube.run("get", "deployment", "carousel-predictor", "--ignore-not-found"), 60, "KServe's Deployment")
     figures: dict[str, Any] = {"way": way}
     with watched(kube) as replicas:
