@@ -112,6 +112,19 @@ class Kube:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story(service)}") from None
 
+    def wait_scaled(self, name: str, seconds: float = 120) -> None:
+        """Until KEDA scales by a ScaledObject.
+
+        While a scaler is not reachable KEDA tries again after pauses that double, so that it may take as long again as
+        the scaler took to start; any change of the object makes it try at once (docs/autoscaling.md).
+        """
+
+        def ready() -> bool:
+            self.run("annotate", "scaledobject", name, f"e2e/looked-at={time.time()}", "--overwrite")
+            return self.condition("scaledobject", name).get("status") == "True"
+
+        until(ready, seconds, lambda: self.run("describe", "scaledobject", name), period=2)
+
     def story(self, service: str) -> str:
         """What one wants to see when something did not come about."""
         selector = f"serving.kserve.io/inferenceservice={service}"

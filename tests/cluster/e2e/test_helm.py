@@ -190,6 +190,7 @@ def test_from_zero_by_the_scaler_of_the_chart(
     def pods() -> int:
         return len(kube.items("pods", PODS))
 
+    kube.wait_scaled("chat")
     until(lambda: pods() == 0, 180, lambda: f"no pod without work\n{story(kube)}", period=1)
     assert {pod["spec"]["automountServiceAccountToken"] for pod in kube.items("pods", SCALERS)} == {discovery == "api"}
     with kube.forward("service/chat-activator", 80) as port:

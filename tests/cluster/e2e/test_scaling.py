@@ -196,6 +196,7 @@ def test_out_on_a_queue_still_at_a_constant_load_and_back(
     figures: dict[str, Any] = {"way": way}
     with watched(kube) as replicas:
         settled(kube, replicas, 1, 240)
+        kube.wait_scaled(METER if way == "hpa" else "carousel")
         idle = time.monotonic()
         assert replicas.now[0] == 1
         with streams(kube, "carousel", {"fresh": STREAMS}, TOKENS) as load:
