@@ -92,6 +92,6 @@ def set_variables(service: Object, **environment: str) -> None:
     variables = container_of(service)["env"]
     for name, value in environment.items():
         variables[:] = [item for item in variables if item["name"] != name] + [{"name": name, "value": value}]
-    values = {item["name"]: item["value"] for item in variables}
+    values = {item["name"]: item["value"] for item in variables if "value" in item}
     seconds = float(values["CAROUSEL_SHUTDOWN_DELAY_SECONDS"]) + float(values["CAROUSEL_DRAIN_SECONDS"])
     service["spec"]["predictor"]["terminationGracePeriodSeconds"] = int(seconds) + 15

@@ -31,12 +31,11 @@ from tests.models.hostile_files import write_directory
 pytestmark = pytest.mark.timeout(1200)
 
 WAYS = ("keda-prometheus", "keda-metrics-api", "keda-external", "hpa")
-STREAMS, SEATS, TOKENS, STEP_S = 24, 16, 10, 0.8
+STREAMS, SEATS, TOKENS, STEP_S = 24, 16, 40, 0.2
 #: How long the load stays the same.
 CONSTANT_S = float(os.environ.get("CAROUSEL_E2E_CONSTANT_SECONDS", "300"))
-#: Instead of the manifests' 180 s and the scaler's 60 s, so that the way back is seen in time. A shorter window flaps
-#: sooner and not later.
-WINDOW_S = 30
+#: For the way back, instead of the manifests' 180 s, so that it is seen in time.
+WINDOW_S = 15
 #: A metric of KEDA's that nobody scales on but the HPA of manifests/: KEDA is the adapter of external.metrics.k8s.io.
 METER = "meter"
 TINY = "tiny-model"
@@ -78,13 +77,10 @@ def adapt(item: Object) -> None:
     elif item["kind"] == "Deployment":
         (container,) = spec["template"]["spec"]["containers"]
         container["image"] = IMAGE
-        container["args"].append(f"--scale-in-seconds={WINDOW_S}")
     elif item["kind"] == "ScaledObject":
         spec["minReplicaCount"] = 1
-        shorten(spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
     elif item["kind"] == "HorizontalPodAutoscaler":
         spec["minReplicas"] = 1
-        shorten(spec["behavior"])
         metric = {"name": "s0-prometheus", "selector": {"matchLabels": {"scaledobject.keda.sh/name": METER}}}
         spec["metrics"][0]["external"]["metric"] = metric
 
@@ -95,8 +91,13 @@ def tiny_model(folder: Path) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": TINY}, "binaryData": files}
 
 
-def shorten(behavior: Object) -> None:
-    behavior["scaleDown"]["stabilizationWindowSeconds"] = WINDOW_S
+def shorten(kube: Kube, way: str) -> None:
+    """From now on the HPA scales in after ``WINDOW_S``."""
+    change: Object = {"behavior": {"scaleDown": {"stabilizationWindowSeconds": WINDOW_S}}}
+    kind = "hpa"
+    if way != "hpa":
+        kind, change = "scaledobject", {"advanced": {"horizontalPodAutoscalerConfig": change}}
+    kube.run("patch", kind, "carousel", "--type=merge", f"--patch={json.dumps({'spec': change})}")
 
 
 def meter(namespace: str) -> list[Object]:
@@ -176,14 +177,14 @@ def need(kube: Kube, way: str) -> None:
         pytest.skip("this cluster has no Prometheus: cluster/addons/prometheus-up starts the kit's")
 
 
+def story(kube: Kube, replicas: Replicas) -> str:
+    about = kube.run("describe", "scaledobject,hpa", check=False)
+    return f"replicas seen: {replicas.seen}\n{about}\n{kube.story('carousel')}"
+
+
 def settled(kube: Kube, replicas: Replicas, number: int, seconds: float) -> None:
     """Until so many are wanted and ready."""
-
-    def story() -> str:
-        about = kube.run("describe", "scaledobject,hpa", check=False)
-        return f"{number} replicas, seen: {replicas.seen}\n{about}\n{kube.story('carousel')}"
-
-    until(lambda: replicas.now == (number, number), seconds, story)
+    until(lambda: replicas.now == (number, number), seconds, lambda: f"{number} replicas, {story(kube, replicas)}")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -201,12 +202,13 @@ def test_out_on_a_queue_still_at_a_constant_load_and_back(
         assert replicas.now[0] == 1
         with streams(kube, "carousel", {"fresh": STREAMS}, TOKENS) as load:
             began = time.monotonic() - SETTLE_S
-            settled(kube, replicas, 3, 240)
+            until(lambda: replicas.now[1] >= 3, 240, lambda: story(kube, replicas))
             figures["three_ready_s"] = round(time.monotonic() - began, 1)
             time.sleep(max(0.0, began + CONSTANT_S - time.monotonic()))
             ended = time.monotonic()
             changes = replicas.changes(began, ended)
             wanted, ready = replicas.now
+        shorten(kube, way)
         settled(kube, replicas, 1, 400)
         figures["one_again_s"] = round(time.monotonic() - ended, 1)
         figures |= {"changes": changes, "changes_back": replicas.changes(ended, time.monotonic())}
