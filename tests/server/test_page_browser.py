@@ -179,9 +179,9 @@ def test_the_comparison_shows_both_ways_side_by_side(
     cells = page.locator("#demo-table td").all_inner_texts()
     assert not [cell for cell in cells if "–" in cell]
     assert page.is_checked("input[value=continuous]")
-    page.check("input[value=static]", force=True)
+    page.click("label:has(input[value=static])")
     page.wait_for_selector("#mode >> text=static batches")
-    page.check("input[value=continuous]", force=True)
+    page.click("label:has(input[value=continuous])")
     page.wait_for_selector("#mode >> text=continuous batching")
 
 

@@ -4,6 +4,7 @@ import { headers, problem } from "./feed.js";
 import { rate, seconds } from "./format.js";
 
 const find = (id) => document.getElementById(id);
+const SETTLE_MS = 2000;
 const MEASURES = [
   ["All 24 done in", "seconds", seconds, false],
   ["Output tokens/s", "tokens_per_s", rate, true],
@@ -15,11 +16,15 @@ export class Demo {
   constructor(store) {
     this.store = store;
     this.shown = "";
+    this.chosen = -Infinity; // when the switch was last moved here: for a while the server may not know yet
     for (const name of ["load", "compare", "stop"]) {
       find(`demo-${name}`).addEventListener("click", () => this.#act(name));
     }
     for (const choice of document.querySelectorAll("input[name=batching]")) {
-      choice.addEventListener("change", () => this.#act(choice.value));
+      choice.addEventListener("change", () => {
+        this.chosen = performance.now();
+        this.#act(choice.value);
+      });
     }
   }
 
@@ -45,7 +50,7 @@ export class Demo {
     for (const id of ["demo-load", "demo-compare"]) find(id).disabled = running;
     find("demo-stop").hidden = !running;
     for (const choice of document.querySelectorAll("input[name=batching]")) {
-      choice.checked = (choice.value === "static") === isStatic;
+      if (performance.now() - this.chosen > SETTLE_MS) choice.checked = (choice.value === "static") === isStatic;
       choice.disabled = running;
     }
     if (running) this.#say(`${demo.running}: ${demo.done} of ${demo.of} requests are done`);
