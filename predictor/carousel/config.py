@@ -333,7 +333,7 @@ class Settings:
     kv_cache_memory: str = option(
         "0.4",
         KV_MEMORY,
-        "Memory for keys and values: a size, or a fraction of what is free once the weights are loaded.",
+        "Memory for keys and values, on each device: a size, or a fraction of what is free beside the weights.",
         unit="bytes or fraction",
         group=_BATCH,
         allowed="a size of at least 1MiB, such as 1.5GiB, or a fraction above 0, at most 0.95, such as 0.4",
