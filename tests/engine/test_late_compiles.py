@@ -79,7 +79,7 @@ async def test_serving_launches_only_what_the_start_has(
     device.compiles = True
     monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
     with ck.use_backend("triton"):
-        engine = started_engine(max_batch_sequences=2, max_batch_tokens=40, async_scheduling="on")
+        engine = started_engine(max_batch_sequences=2, max_batch_tokens=20, async_scheduling="on")
         try:
             known = set(variants)
             assert len(known) > 8
