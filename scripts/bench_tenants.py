@@ -74,6 +74,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--factor", type=float, default=100.0, help="the attack, in times of that (100)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each run (60)")
     parser.add_argument("--rounds", type=int, default=2, help="of each, in turns (2)")
+    parser.add_argument("--warm", type=float, default=40.0, help="seconds of attack before anything is measured (40)")
     parser.add_argument("--policy", action=argparse.BooleanOptionalAction, default=True, help="shares and quotas (on)")
     options = parser.parse_args(argv)
     flags = ["--threads", "1", "--log-level", "error"]
@@ -84,7 +85,8 @@ def main(argv: list[str]) -> int:
             flags += ["--policy", "fair", "--tenant-policy", str(file)]
         with Server(flags, log) as server:
             server.wait_ready()
-            asyncio.run(Client(server.url, options.rate, 1, 5.0).run())  # warm
+            # Warm, and the attacker has used up the minute that its full bucket gives it at once.
+            asyncio.run(Client(server.url, options.rate, options.factor, options.warm).run())
             found: dict[str, list[float]] = {"calm": [], "attacked": []}
             for _ in range(options.rounds):
                 for name, factor in (("calm", 1.0), ("attacked", options.factor)):
