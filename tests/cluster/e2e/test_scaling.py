@@ -79,6 +79,8 @@ def adapt(item: Object) -> None:
         container["image"] = IMAGE
     elif item["kind"] == "ScaledObject":
         spec["minReplicaCount"] = 1
+        if "fallback" in spec:
+            spec["fallback"]["replicas"] = 1  # Prometheus has no series yet while the first pod starts
     elif item["kind"] == "HorizontalPodAutoscaler":
         spec["minReplicas"] = 1
         metric = {"name": "s0-prometheus", "selector": {"matchLabels": {"scaledobject.keda.sh/name": METER}}}
