@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,8 +302,10 @@ class TestOneShot:
 
 
 @pytest.fixture
-def interrupting() -> Callable[[FakeEngine], None]:
-    """Makes an engine press Ctrl-C, for real, at the third step of its first answer."""
+def interrupting() -> Iterator[Callable[[FakeEngine], None]]:
+    """Makes an engine press Ctrl-C, for real, at the third step of its first answer. A shell starts what it puts into
+    the background with Ctrl-C ignored: not so here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def prepare(engine: FakeEngine) -> None:
         steps = 0
@@ -320,7 +322,8 @@ def interrupting() -> Callable[[FakeEngine], None]:
 
         engine.timeline.observers.append(Interrupter())
 
-    return prepare
+    yield prepare
+    signal.signal(signal.SIGINT, before)
 
 
 class TestChat:

@@ -145,7 +145,7 @@ def turn(x: torch.Tensor) -> torch.Tensor:
     runs = turns(x.shape[1])
     out, step = x, 1
     while step < runs:
-        pairs = out.reshape(x.shape[0], -1, 2, step * _RUN)
+        pairs = out.reshape(x.shape[0], x.shape[1] // (2 * step * _RUN), 2, step * _RUN)
         out = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], dim=2)
         step *= 2
     return out.reshape(x.shape)

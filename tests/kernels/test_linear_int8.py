@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import carousel_kernels as ck
@@ -54,6 +54,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @EVERY
 @settings(max_examples=25, deadline=None)
+@example(rows=0, shape=(70, 576), with_bias=False, strided=False, wide=False, turned=True)
 @given(
     rows=st.integers(0, 65),
     shape=st.sampled_from([(96, 64), (33, 17), (64, 200), (1, 1), (31, 6), (70, 576)]),

@@ -26,7 +26,7 @@ def _top(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     block = math.gcd(logits.shape[1], 256)
     if block < 32 or not k or logits.shape[1] < 16 * block or k * block * 4 > logits.shape[1]:
         return logits.topk(k, dim=-1)
-    blocks = logits.reshape(len(logits), -1, block).amax(dim=-1).topk(k, dim=-1).indices
+    blocks = logits.reshape(len(logits), logits.shape[1] // block, block).amax(dim=-1).topk(k, dim=-1).indices
     ids = (blocks.unsqueeze(2) * block + torch.arange(block)).flatten(1)
     values, best = logits.gather(1, ids).topk(k, dim=-1)
     return values, ids.gather(1, best)
