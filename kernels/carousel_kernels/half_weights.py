@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from .blocked import BLOCK_COLUMNS, blocks_of, check_parts, padded_bias, row_major
+
 __all__ = ["HALF_LAYOUT_VERSION", "HalfWeight", "halve_weight"]
 
 HALF_LAYOUT_VERSION = 1
 """Changes with the layout: prepared weights of another version must be made again."""
 
-BLOCK_COLUMNS = 32
 _DEPTH = 2  # adjacent inputs that a dot-product instruction multiplies and adds at once
 
 
@@ -50,17 +51,12 @@ class HalfWeight:
         Raises:
             ValueError: a tensor is missing, or not of the shape or type that N and K ask for.
         """
-        blocks, depth = -(-columns // BLOCK_COLUMNS), -(-inputs // _DEPTH)
+        blocks, depth = blocks_of(columns), -(-inputs // _DEPTH)
         wanted = {
             "codes": ((blocks, depth, BLOCK_COLUMNS, _DEPTH), torch.bfloat16),
             "bias": ((blocks * BLOCK_COLUMNS,), torch.float32),
         }
-        for name, (shape, dtype) in wanted.items():
-            tensor = tensors.get(name)
-            if tensor is None and name == "bias":
-                continue
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise ValueError(f"{name}: not {dtype} {list(shape)}")
+        check_parts(tensors, wanted)
         return cls(tensors["codes"], tensors.get("bias"), columns, inputs)
 
     def first(self, columns: int) -> HalfWeight:
@@ -70,20 +66,14 @@ class HalfWeight:
 
     def row_major(self) -> torch.Tensor:
         """The weight as bfloat16 [N, K], without padding."""
-        blocks, depth = self.codes.shape[:2]
-        rows = self.codes.transpose(1, 2).reshape(blocks * BLOCK_COLUMNS, depth * _DEPTH)
-        return rows[: self.columns, : self.inputs].contiguous()
+        return row_major(self.codes, self.columns, self.inputs)
 
 
 def halve_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> HalfWeight:
     """Round weight [N, K] of any float dtype to bfloat16 and lay it out; the bias [N] stays float32."""
     columns, inputs = weight.shape
-    blocks, depth = -(-columns // BLOCK_COLUMNS), -(-inputs // _DEPTH)
+    blocks, depth = blocks_of(columns), -(-inputs // _DEPTH)
     padded = weight.new_zeros((blocks * BLOCK_COLUMNS, depth * _DEPTH), dtype=torch.bfloat16)
     padded[:columns, :inputs] = weight
     codes = padded.view(blocks, BLOCK_COLUMNS, depth, _DEPTH).transpose(1, 2).contiguous()
-    if bias is not None:
-        whole = weight.new_zeros(blocks * BLOCK_COLUMNS, dtype=torch.float32)
-        whole[:columns] = bias
-        bias = whole
-    return HalfWeight(codes, bias, columns, inputs)
+    return HalfWeight(codes, padded_bias(bias, columns), columns, inputs)

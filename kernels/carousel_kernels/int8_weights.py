@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .blocked import BLOCK_COLUMNS, blocks_of, check_parts, padded_bias, row_major
+
 __all__ = [
-    "BLOCK_COLUMNS",
     "LAYOUT_VERSION",
     "MAX_INPUTS",
     "RESTS",
@@ -31,7 +32,6 @@ __all__ = [
 LAYOUT_VERSION = 3
 """Changes with the layout or the arithmetic: quantised weights of another version must be made again."""
 
-BLOCK_COLUMNS = 32
 _DEPTH = 4  # adjacent inputs that a dot-product instruction multiplies and adds at once
 
 MAX_INPUTS = 65_536
@@ -80,7 +80,7 @@ class QuantizedWeight:
         Raises:
             ValueError: a tensor is missing, or not of the shape or type that N and K ask for.
         """
-        blocks, depth = -(-columns // BLOCK_COLUMNS), -(-inputs // _DEPTH)
+        blocks, depth = blocks_of(columns), -(-inputs // _DEPTH)
         padded = (blocks * BLOCK_COLUMNS,)
         wanted = {
             "codes": ((blocks, depth, BLOCK_COLUMNS, _DEPTH), torch.int8),
@@ -88,19 +88,17 @@ class QuantizedWeight:
             "shifts": (padded, torch.int32),
             "bias": (padded, torch.float32),
         }
-        for name, (shape, dtype) in wanted.items():
-            tensor = tensors.get(name)
-            if tensor is None and name == "bias":
-                continue
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise ValueError(f"{name}: not {dtype} {list(shape)}")
+        check_parts(tensors, wanted)
         return cls(tensors["codes"], tensors["scales"], tensors["shifts"], tensors.get("bias"), columns, inputs)
+
+    def first(self, columns: int) -> QuantizedWeight:
+        """The layer of its first columns alone, a multiple of ``BLOCK_COLUMNS``."""
+        parts = {name: tensor[:columns] for name, tensor in self.tensors().items() if name != "codes"}
+        return self.of(parts | {"codes": self.codes[: columns // BLOCK_COLUMNS]}, columns, self.inputs)
 
     def row_major(self) -> torch.Tensor:
         """The codes as int8 [N, K], without padding."""
-        blocks, depth = self.codes.shape[:2]
-        rows = self.codes.transpose(1, 2).reshape(blocks * BLOCK_COLUMNS, depth * _DEPTH)
-        return rows[: self.columns, : self.inputs].contiguous()
+        return row_major(self.codes, self.columns, self.inputs)
 
 
 def quantize_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedWeight:
@@ -112,7 +110,7 @@ def quantize_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Q
     columns, inputs = weight.shape
     if inputs > MAX_INPUTS:
         raise ValueError(f"a layer of {inputs} inputs cannot be quantised; at most {MAX_INPUTS}")
-    blocks, depth = -(-columns // BLOCK_COLUMNS), -(-inputs // _DEPTH)
+    blocks, depth = blocks_of(columns), -(-inputs // _DEPTH)
     padded = blocks * BLOCK_COLUMNS
     codes = weight.new_empty((blocks, depth, BLOCK_COLUMNS, _DEPTH), dtype=torch.int8)
     scales = weight.new_zeros(padded, dtype=torch.float32)
@@ -126,11 +124,7 @@ def quantize_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Q
         piece = codes.new_zeros((count * BLOCK_COLUMNS, depth * _DEPTH))
         piece[: end - first, :inputs] = quantized
         codes[block : block + count] = piece.view(count, BLOCK_COLUMNS, depth, _DEPTH).transpose(1, 2)
-    if bias is not None:
-        padded_bias = weight.new_zeros(padded, dtype=torch.float32)
-        padded_bias[:columns] = bias
-        bias = padded_bias
-    return QuantizedWeight(codes, scales, shifts, bias, columns, inputs)
+    return QuantizedWeight(codes, scales, shifts, padded_bias(bias, columns), columns, inputs)
 
 
 def turns(inputs: int) -> int:

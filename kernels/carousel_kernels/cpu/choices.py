@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import half, linear, native, quant
-from .timing import Choice
+from .timing import Choices
 
 __all__ = ["machine", "restore", "saved"]
 
@@ -52,11 +52,11 @@ def restore(measured: dict[str, Any]) -> None:
     half.remember(halved)
 
 
-def _listed(chosen: dict[tuple[int, int, bool], Choice]) -> list[list[Any]]:
+def _listed(chosen: Choices) -> list[list[Any]]:
     return sorted([*key, [list(step) for step in choice]] for key, choice in chosen.items())
 
 
-def _read(listed: Any) -> dict[tuple[int, int, bool], Choice]:
+def _read(listed: Any) -> Choices:
     return {
         (int(n), int(k), bool(compiled)): tuple((int(rows), str(name)) for rows, name in choice)
         for n, k, compiled, choice in listed

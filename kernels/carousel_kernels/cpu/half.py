@@ -3,28 +3,25 @@ CPU at each number of rows: this package's own kernel (``native``), oneDNN's pre
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from carousel_kernels.half_weights import BLOCK_COLUMNS, HalfWeight
+from carousel_kernels.blocked import BLOCK_COLUMNS
+from carousel_kernels.half_weights import HalfWeight
 
 from . import native, timing
 from .native_layer import HALF, native_layer
-from .timing import Choice
+from .timing import Choice, Choices, Linear
 
 __all__ = ["NAMES", "chosen", "full_rate", "prepare_half_linear", "remember"]
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
 
 _ROWS = (1, 4, 16, 64, 256)
 _ODD_ROWS = (3, 37)  # no timing, only the check that the result is right
 _MAX_TIMED_ELEMENTS = 2_000_000
 
-_choices: dict[tuple[int, int, bool], Choice] = {}
-_lock = threading.Lock()
+_choices: Choices = {}
 
 
 def full_rate() -> bool:
@@ -73,28 +70,19 @@ def prepare_half_linear(weight: HalfWeight, *, names: Sequence[str] = NAMES) -> 
     return timing.by_rows(_choose(weight, names), lambda name: _IMPLEMENTATIONS[name](weight))
 
 
-def chosen() -> dict[tuple[int, int, bool], Choice]:
-    """What was measured to be fastest so far, by (N, K, whether the compiled kernel was a candidate)."""
+def chosen() -> Choices:
+    """What was measured to be fastest so far."""
     return dict(_choices)
 
 
-def remember(choices: dict[tuple[int, int, bool], Choice]) -> None:
+def remember(choices: Choices) -> None:
     """Take these for measured, unless they are already. What this process does not have is left out."""
-    for key, choice in choices.items():
-        if timing.is_choice(choice, NAMES) and (key[2] or all(name != "native" for _, name in choice)):
-            _choices.setdefault(key, choice)
+    timing.remember(_choices, choices, NAMES)
 
 
 def _choose(weight: HalfWeight, names: Sequence[str]) -> Choice:
-    if len(names) == 1:
-        return ((1, names[0]),)
-    has_native = "native" in names and native.available()
-    key = (weight.columns, weight.inputs, has_native)
-    with _lock:
-        if key not in _choices:
-            with timing.one_thread():
-                _choices[key] = _measure(weight, [name for name in names if has_native or name != "native"])
-        return _choices[key]
+    shape = (weight.columns, weight.inputs)
+    return timing.choose(_choices, shape, names, native.available(), lambda found: _measure(weight, found))
 
 
 def _measure(weight: HalfWeight, names: Sequence[str]) -> Choice:
@@ -106,14 +94,9 @@ def _measure(weight: HalfWeight, names: Sequence[str]) -> Choice:
     checks = inputs + [torch.rand(rows, weight.inputs) - 0.5 for rows in _ODD_ROWS]
     exact = weight.row_major().float()
     expected = [F.linear(x.bfloat16().float(), exact) for x in checks]
-    candidates: dict[str, Linear] = {}
-    for name in names:
-        try:
-            linear = _IMPLEMENTATIONS[name](weight)
-            if all(_agree(weight, linear(x), y) for x, y in zip(checks, expected, strict=True)):
-                candidates[name] = linear
-        except (AttributeError, NotImplementedError, RuntimeError):
-            continue  # not in this build of PyTorch, or not for this CPU
+    candidates = timing.working(
+        names, lambda name: _IMPLEMENTATIONS[name](weight), checks, expected, lambda x, y: _agree(weight, x, y)
+    )
     if not candidates:
         raise RuntimeError(f"no implementation of a bfloat16 {weight.columns} x {weight.inputs} layer works here")
     return timing.fastest(timing.race(candidates, inputs), _ROWS)

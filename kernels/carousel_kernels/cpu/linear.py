@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from . import timing
 from .native_layer import float_layer
+from .timing import Linear
 
 __all__ = ["IMPLEMENTATION_VARIABLE", "Linear", "chosen_implementations", "prepare_linear", "remember"]
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
 
 IMPLEMENTATION_VARIABLE = "CAROUSEL_LINEAR"
 """Environment variable that forces an implementation (torch, mkl, onednn or native) where it can be had."""
@@ -124,15 +123,9 @@ def _measure(weight: torch.Tensor) -> str:
     inputs = [torch.rand(rows, part.shape[1], dtype=part.dtype) - 0.5 for rows in _ROWS]
     checks = inputs + [torch.rand(rows, part.shape[1], dtype=part.dtype) - 0.5 for rows in _ODD_ROWS]
     expected = [F.linear(x, part) for x in checks]
-    candidates: dict[str, Linear] = {}
-    for name, prepare in _IMPLEMENTATIONS.items():
-        try:
-            linear = prepare(part, None)
-            # A library that is told fewer or more rows than it packed for is trusted only as far as it is checked.
-            if all(_agree(linear(x), y) for x, y in zip(checks, expected, strict=True)):
-                candidates[name] = linear
-        except (AttributeError, NotImplementedError, RuntimeError):
-            continue  # not in this build of PyTorch, or not for this type
+    candidates = timing.working(
+        _IMPLEMENTATIONS, lambda name: _IMPLEMENTATIONS[name](part, None), checks, expected, _agree
+    )
     return _fastest(candidates, inputs)
 
 

@@ -6,14 +6,14 @@ import ctypes
 
 import torch
 
+from carousel_kernels.blocked import BLOCK_COLUMNS, blocks_of, padded_bias
+
 from . import native
 
 __all__ = ["FLOAT", "HALF", "NARROW", "WIDE", "NativeLinear", "float_layer", "native_layer"]
 
 NARROW, WIDE, HALF, FLOAT = range(4)
 """Of a layer, as in quant.c: activations of 8 bits, of 16 bits as two codes; bfloat16; float32."""
-
-_BLOCK_COLUMNS = 32
 
 
 class _Layer(ctypes.Structure):
@@ -93,14 +93,9 @@ def float_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear
     if weight.dtype != torch.float32 or not native.available():
         raise NotImplementedError("the compiled library takes float32 only")
     columns, inputs = weight.shape
-    blocks = -(-columns // _BLOCK_COLUMNS)
-    whole = weight
-    if columns % _BLOCK_COLUMNS:
-        whole = weight.new_zeros(blocks * _BLOCK_COLUMNS, inputs)
+    blocks, whole = blocks_of(columns), weight
+    if columns % BLOCK_COLUMNS:
+        whole = weight.new_zeros(blocks * BLOCK_COLUMNS, inputs)
         whole[:columns] = weight
-    codes = whole.view(blocks, _BLOCK_COLUMNS, inputs).transpose(1, 2).contiguous()
-    if bias is not None:
-        padded = bias.new_zeros(blocks * _BLOCK_COLUMNS, dtype=torch.float32)
-        padded[:columns] = bias
-        bias = padded
-    return native_layer(FLOAT, columns, inputs, codes, bias=bias)
+    codes = whole.view(blocks, BLOCK_COLUMNS, inputs).transpose(1, 2).contiguous()
+    return native_layer(FLOAT, columns, inputs, codes, bias=padded_bias(bias, columns))

@@ -7,13 +7,12 @@ it, which has AMX; ``torch`` is a product of integer matrices, available everywh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from carousel_kernels.blocked import BLOCK_COLUMNS
 from carousel_kernels.int8_weights import (
-    BLOCK_COLUMNS,
     RESTS,
     QuantizedWeight,
     quantize_rows,
@@ -24,18 +23,15 @@ from carousel_kernels.int8_weights import (
 
 from . import native, timing
 from .native_layer import NARROW, WIDE, NativeLinear, native_layer
-from .timing import Choice
+from .timing import Choice, Choices, Linear
 
 __all__ = ["NAMES", "chosen", "prepare_quantized_linear", "remember"]
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
 
 _ROWS = (1, 4, 16, 64, 256)
 _ODD_ROWS = (3, 37)
 _MAX_TIMED_ELEMENTS = 2_000_000
 
-_choices: dict[tuple[int, int, bool], Choice] = {}
-_lock = threading.Lock()
+_choices: Choices = {}
 
 
 def _native(weight: QuantizedWeight, wide: bool, turned: bool = False) -> Linear:
@@ -128,53 +124,39 @@ def _any_dtype(linear: Linear) -> Linear:
     return converted
 
 
-def chosen() -> dict[tuple[int, int, bool], Choice]:
-    """What was measured to be fastest so far, by (N, K, whether the compiled kernel was a candidate)."""
+def chosen() -> Choices:
+    """What was measured to be fastest so far."""
     return dict(_choices)
 
 
-def remember(choices: dict[tuple[int, int, bool], Choice]) -> None:
+def remember(choices: Choices) -> None:
     """Take these for measured, unless they are already. What this process does not have is left out."""
-    for key, choice in choices.items():
-        if timing.is_choice(choice, NAMES) and (key[2] or all(name != "native" for _, name in choice)):
-            _choices.setdefault(key, choice)
+    timing.remember(_choices, choices, NAMES)
 
 
 def _choose(weight: QuantizedWeight, names: Sequence[str]) -> Choice:
-    if len(names) == 1:
-        return ((1, names[0]),)
-    has_native = "native" in names and native.available()
-    key = (weight.columns, weight.inputs, has_native)
-    with _lock:
-        if key not in _choices:
-            with timing.one_thread():
-                _choices[key] = _measure(weight, [name for name in names if has_native or name != "native"])
-        return _choices[key]
+    shape = (weight.columns, weight.inputs)
+    return timing.choose(_choices, shape, names, native.available(), lambda found: _measure(weight, found))
 
 
 def _measure(weight: QuantizedWeight, names: Sequence[str]) -> Choice:
     """A layer of many elements is measured by its first columns only: the output layer would take a second."""
     columns = max(BLOCK_COLUMNS, _MAX_TIMED_ELEMENTS // weight.inputs)
     if columns < weight.columns:
-        columns = columns // BLOCK_COLUMNS * BLOCK_COLUMNS
-        parts = {name: tensor[: columns // BLOCK_COLUMNS] if name == "codes" else tensor[:columns]
-                 for name, tensor in weight.tensors().items()}  # fmt: skip
-        weight = QuantizedWeight.of(parts, columns, weight.inputs)
+        weight = weight.first(columns // BLOCK_COLUMNS * BLOCK_COLUMNS)
     inputs = [torch.rand(rows, weight.inputs) - 0.5 for rows in _ROWS]
     checks = inputs[:-1] + [torch.rand(rows, weight.inputs) - 0.5 for rows in _ODD_ROWS]
     codes = weight.row_major().double()
     expected = [_exact(weight, codes, x) for x in checks]
-    candidates: dict[str, Linear] = {}
-    for name in names:
-        if name == "torch" and candidates:
-            break  # far behind wherever there is another: not worth the time
-        try:
-            linear = _IMPLEMENTATIONS[name](weight, False)
-            # A library that is told fewer or more rows than it packed for is trusted only as far as it is checked.
-            if all(torch.allclose(linear(x), y, rtol=1e-5, atol=1e-6) for x, y in zip(checks, expected, strict=True)):
-                candidates[name] = linear
-        except (AttributeError, NotImplementedError, RuntimeError):
-            continue  # not in this build of PyTorch, or not for this CPU
+
+    def working(names: Sequence[str]) -> dict[str, Linear]:
+        def agree(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+            return torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+        return timing.working(names, lambda name: _IMPLEMENTATIONS[name](weight, False), checks, expected, agree)
+
+    # PyTorch's is far behind wherever there is another: not worth the time.
+    candidates = working([name for name in names if name != "torch"]) or working(names)
     if not candidates:
         raise RuntimeError(f"no implementation of a quantised {weight.columns} x {weight.inputs} layer works here")
     return timing.fastest(timing.race(candidates, inputs), _ROWS)

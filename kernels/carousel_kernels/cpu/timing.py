@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Choice", "by_rows", "fastest", "is_choice", "one_thread", "race"]
+__all__ = ["Choice", "Choices", "Linear", "by_rows", "choose", "fastest", "one_thread", "race", "remember", "working"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
 
 Choice = tuple[tuple[int, str], ...]
 """(rows, implementation) pairs: from how many rows on which is used; the first is from 1."""
+
+Choices = dict[tuple[int, int, bool], Choice]
+"""What was measured of layers, by (N, K, whether the compiled kernel ``native`` was a candidate)."""
+
+_lock = threading.Lock()
 
 _SECONDS = 0.03
 _MIN_TURNS, _MAX_TURNS = 2, 40
@@ -38,7 +46,7 @@ def one_thread() -> Iterator[None]:
 
 
 def race(
-    candidates: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    candidates: Mapping[str, Linear],
     inputs: Sequence[torch.Tensor],
     seconds: float = _SECONDS,
 ) -> dict[str, list[float]]:
@@ -66,9 +74,51 @@ def race(
     return least
 
 
-def is_choice(choice: Choice, names: Sequence[str]) -> bool:
-    """Whether something read from elsewhere is a choice among ``names``."""
-    return 1 <= len(choice) <= 2 and choice[0][0] == 1 and all(name in names for _, name in choice)
+def choose(
+    choices: Choices, shape: tuple[int, int], names: Sequence[str], native: bool, measure: Callable[[list[str]], Choice]
+) -> Choice:
+    """What ``choices`` has of a layer [N, K]; else what ``measure`` finds among ``names``, which is put there.
+
+    ``native``: whether the compiled kernel can be had. Of a single name nothing is measured.
+    """
+    if len(names) == 1:
+        return ((1, names[0]),)
+    native = native and "native" in names
+    key = (*shape, native)
+    with _lock:
+        if key not in choices:
+            with one_thread():
+                choices[key] = measure([name for name in names if native or name != "native"])
+        return choices[key]
+
+
+def remember(choices: Choices, found: Choices, names: Sequence[str]) -> None:
+    """Take what was read from elsewhere for measured, unless it is already. What is no choice among ``names`` is left
+    out, and so is the compiled kernel where it was no candidate."""
+    for key, choice in found.items():
+        known = 1 <= len(choice) <= 2 and choice[0][0] == 1 and all(name in names for _, name in choice)
+        if known and (key[2] or all(name != "native" for _, name in choice)):
+            choices.setdefault(key, choice)
+
+
+def working(
+    names: Iterable[str], prepare: Callable[[str], Linear], checks: Iterable[torch.Tensor],
+    expected: Iterable[torch.Tensor], agree: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> dict[str, Linear]:  # fmt: skip
+    """Of the implementations, made by ``prepare``, those that can be had and give for each check what is expected.
+
+    A library that is told fewer or more rows than it packed for is trusted only as far as it is checked.
+    """
+    pairs = list(zip(checks, expected, strict=True))
+    found: dict[str, Linear] = {}
+    for name in names:
+        try:
+            linear = prepare(name)
+            if all(agree(linear(x), y) for x, y in pairs):
+                found[name] = linear
+        except (AttributeError, NotImplementedError, RuntimeError):
+            continue  # not in this build of PyTorch, or not for this CPU or type
+    return found
 
 
 def fastest(times: Mapping[str, Sequence[float]], rows: Sequence[int]) -> Choice:
@@ -90,9 +140,7 @@ def fastest(times: Mapping[str, Sequence[float]], rows: Sequence[int]) -> Choice
     return choice
 
 
-def by_rows(
-    choice: Choice, prepare: Callable[[str], Callable[[torch.Tensor], torch.Tensor]]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def by_rows(choice: Choice, prepare: Callable[[str], Linear]) -> Linear:
     """A layer that hands each x [T, K] to the implementation chosen for T rows, made by ``prepare`` of its name."""
     few = prepare(choice[0][1])
     if len(choice) == 1:
