@@ -103,16 +103,16 @@ def test_no_bucket_without_rows() -> None:
 def test_padding_rows_write_to_scratch_alone(recording: RecordingDevice) -> None:
     decoder = tiny_model().decoder
     runner = GraphRunner(decoder, 8, 4, 64, max_rows=4, device=recording)
-    for keys, values in runner._graphs.kv_cache:
+    for keys, values in runner._executor.kv_cache:
         assert keys.shape[0] == 8 + NUM_SCRATCH_BLOCKS
         keys.fill_(7.0)
         values.fill_(7.0)
     runner.capture()
-    for bucket in runner._graphs.buckets:
+    for bucket in runner._executor.buckets:
         bucket.replay()
         assert int(bucket.layout.slots.min()) >= 8 * BLOCK_SIZE
         assert len(set(bucket.layout.slots.tolist())) == bucket.size
-    for keys, values in runner._graphs.kv_cache:
+    for keys, values in runner._executor.kv_cache:
         assert bool((keys[:8] == 7.0).all())
         assert bool((values[:8] == 7.0).all())
         assert not bool((keys[8:] == 7.0).all())

@@ -23,7 +23,6 @@ from carousel.engine.runner import (
     DecoderLike,
     DecoderRunner,
     Executor,
-    Followers,
     Ints,
     NewPool,
     StepResult,
@@ -125,11 +124,11 @@ class GraphExecutor(Executor):
     def __init__(self, decoder: DecoderLike, pool: NewPool, device: Device) -> None:
         super().__init__(decoder, replace(pool, num_blocks=pool.num_blocks + NUM_SCRATCH_BLOCKS), device)
         assert pool.max_rows is not None
-        self._scratch = pool.num_blocks
+        self.scratch = pool.num_blocks
         self._max_model_len = pool.max_model_len
         width = blocks_for(pool.max_model_len)
         self._mirror = self._zeros((pool.max_sequences + 1) * width, torch.int32).view(-1, width)
-        self._mirror[_PADDING_ROW, 0] = self._scratch
+        self._mirror[_PADDING_ROW, 0] = self.scratch
         self._block_tables = self._zeros(pool.max_rows * width, torch.int32).view(pool.max_rows, width)
         self._query_start = device.upload(torch.arange(pool.max_rows + 1, dtype=torch.int32))
         self._all_rows = device.upload(torch.arange(pool.max_rows))
@@ -161,7 +160,7 @@ class GraphExecutor(Executor):
         started = time.perf_counter()
         self._decoder.reserve_positions(self._max_model_len)  # growing later would leave the recorded tables behind
         for bucket in reversed(self.buckets):
-            self._fill(bucket, DecodeNumbers(bucket.size, padding(bucket.size, self._scratch), None, [], []))
+            self._fill(bucket, DecodeNumbers(bucket.size, padding(bucket.size, self.scratch), None, [], []))
             bucket.replay, bucket.logits = self._device.record(partial(self._forward, bucket))
         self._device.read().wait()
         return GraphCapture(tuple(b.size for b in self.buckets), time.perf_counter() - started)
@@ -205,41 +204,17 @@ def padding(size: int, scratch: int) -> Ints:
 
 
 class GraphRunner(DecoderRunner):
-    """A :class:`DecoderRunner` that replays decode-only steps.
+    """A :class:`DecoderRunner` that replays decode-only steps. It wants ``max_rows``."""
 
-    Args:
-        decoder, num_blocks, max_sequences, max_model_len: see there.
-        max_rows: most sequences of a step.
-        device, deterministic, followers: see there.
-    """
-
-    def __init__(
-        self,
-        decoder: DecoderLike,
-        num_blocks: int,
-        max_sequences: int,
-        max_model_len: int,
-        *,
-        max_rows: int,
-        device: Device | None = None,
-        deterministic: bool = False,
-        followers: Followers | None = None,
-    ) -> None:
-        self._device = device or Device.of(decoder.device)
-        self._followers = followers
-        self._scratch = num_blocks
-        self._sizes = bucket_sizes(max_rows)
-        self._watched = _WatchedTables(max_sequences, blocks_for(max_model_len))
-        self._tables = self._watched
-        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic, max_rows)
-        self._tell(pool)
-        self._graphs = GraphExecutor(decoder, pool, self._device)
-        self._executor = self._graphs
+    tables_type = _WatchedTables
+    executor_type = GraphExecutor
+    _tables: _WatchedTables
+    _executor: GraphExecutor
 
     def capture(self) -> GraphCapture:
         """See :meth:`GraphExecutor.capture`."""
         self._tell(Capture())
-        return self._graphs.capture()
+        return self._executor.capture()
 
     @torch.inference_mode()
     def run(self, step: Schedule) -> StepResult:
@@ -249,7 +224,7 @@ class GraphRunner(DecoderRunner):
             return super().run(step)
         numbers = self._decode_numbers(step.entries)
         self._tell(numbers)
-        bucket = self._graphs.replay(numbers)
+        bucket = self._executor.replay(numbers)
         logits, last_tokens = bucket.logits[: len(rows)], None
         whole = rows == list(range(len(rows)))
         index = None if whole else self._executor.index(rows)
@@ -263,8 +238,8 @@ class GraphRunner(DecoderRunner):
     def _decode_numbers(self, entries: list[ScheduledSequence]) -> DecodeNumbers:
         count = len(entries)
         table_rows = [self._tables.row(entry.sequence) for entry in entries]
-        size = next(size for size in self._sizes if size >= count)
-        numbers = padding(size, self._scratch)
+        size = next(bucket.size for bucket in self._executor.buckets if bucket.size >= count)
+        numbers = padding(size, self._executor.scratch)
         positions = np.array([entry.start for entry in entries], dtype=np.int64)
         numbers[0, :count] = [0 if entry.pending else entry.token_ids[0] for entry in entries]
         numbers[1, :count] = positions
@@ -273,4 +248,4 @@ class GraphRunner(DecoderRunner):
         numbers[3].view(np.int32)[:count] = positions + 1
         numbers[4, :count] = table_rows
         pending = [row for row, entry in enumerate(entries) if entry.pending]
-        return DecodeNumbers(size, numbers, self._watched.changes(), pending, [table_rows[row] for row in pending])
+        return DecodeNumbers(size, numbers, self._tables.changes(), pending, [table_rows[row] for row in pending])

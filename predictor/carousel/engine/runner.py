@@ -7,7 +7,7 @@ and in those of further ranks alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -225,10 +225,14 @@ class DecoderRunner:
         num_blocks: size of the KV pool, in blocks.
         max_sequences: most sequences that may hold blocks at once.
         max_model_len: longest context, in tokens.
+        max_rows: most sequences of a step, for a runner that replays its decodes.
         device: None: the decoder's own.
         deterministic: attention of a token does not depend on what else is in the step (``BatchLayout``).
         followers: the ranks that run the rest of the decoder; None: it is whole.
     """
+
+    tables_type: ClassVar[type[BlockTables]] = BlockTables
+    executor_type: ClassVar[type[Executor]] = Executor
 
     def __init__(
         self,
@@ -237,16 +241,17 @@ class DecoderRunner:
         max_sequences: int,
         max_model_len: int,
         *,
+        max_rows: int | None = None,
         device: Device | None = None,
         deterministic: bool = False,
         followers: Followers | None = None,
     ) -> None:
         self._device = device or Device.of(decoder.device)
         self._followers = followers
-        self._tables = BlockTables(max_sequences, blocks_for(max_model_len))
-        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic)
+        self._tables = self.tables_type(max_sequences, blocks_for(max_model_len))
+        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic, max_rows)
         self._tell(pool)
-        self._executor = Executor(decoder, pool, self._device)
+        self._executor = self.executor_type(decoder, pool, self._device)
 
     def _tell(self, message: object) -> None:
         if self._followers is not None:
