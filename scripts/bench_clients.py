@@ -25,6 +25,7 @@ from typing import Any
 
 from bench_run import bench, run
 from soak.server import Server, free_ports
+from soak.tiny import write_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / ".clients"
@@ -55,20 +56,7 @@ class Load:
             lines = [json.dumps({text: item.prompt, length: self.output}) for item in items]
             (self.folder / f"{name}.jsonl").write_text("\n".join(lines))
         # aiperf loads a tokenizer even where the server counts; any will do, and this one needs no download.
-        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}
-        (self.folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-        (self.folder / "tokenizer.json").write_text(_byte_tokenizer())
-
-
-def _byte_tokenizer() -> str:
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return str(made.to_str())
+        write_tokenizer(self.folder)
 
 
 Figures = dict[str, float]

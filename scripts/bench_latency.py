@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from bench_run import percentile
 from carousel.config import Settings, load_settings
 from carousel.engine.engine import Engine
 from carousel.engine.request import GenerationRequest, SamplingParams
@@ -46,11 +47,6 @@ async def first_token(engine: Engine, prompt: list[int], output: int = 1) -> flo
                 first = time.perf_counter() - started
     assert first is not None
     return first
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def milliseconds(values: Sequence[float], share: float) -> str:

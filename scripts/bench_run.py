@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bench", "run"]
+__all__ = ["bench", "percentile", "run"]
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
@@ -35,3 +36,9 @@ def bench(arguments: list[str]) -> dict[str, Any]:
         run([sys.executable, "-m", "carousel.cli", "bench", "--json", str(report), *arguments])
         figures: dict[str, Any] = json.loads(report.read_text("utf-8"))
         return figures
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value of the nearest rank above."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

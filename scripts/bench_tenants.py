@@ -20,6 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench_run import percentile
 from soak.server import Server
 
 TENANTS = ("one", "two", "three")
@@ -63,11 +64,6 @@ class Client:
             self.ended[tenant, answer.status] += 1
 
 
-def quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=0.8, help="requests per second of each tenant (0.8)")
@@ -97,7 +93,7 @@ def main(argv: list[str]) -> int:
                     wrong = {key: count for key, count in client.ended.items() if key[0] in TENANTS and key[1] != 200}
                     print(f"{name}: attacker {taken} taken, {refused} refused; others not answered: {wrong or 'none'}")
     for share in (0.5, 0.9, 0.99):
-        calm, attacked = (1000 * quantile(found[name], share) for name in ("calm", "attacked"))
+        calm, attacked = (1000 * percentile(found[name], share) for name in ("calm", "attacked"))
         print(f"p{100 * share:g}: {calm:.0f} ms calm, {attacked:.0f} ms attacked, {attacked / calm:.2f} x")
     print(f"{len(found['calm'])} and {len(found['attacked'])} requests of the others")
     return 0

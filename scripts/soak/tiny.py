@@ -11,28 +11,10 @@ _HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 32, 64, 2, 4, 2
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Write config, tokenizer (one token per byte) and weights into ``folder``, and return it."""
+def write_tokenizer(folder: Path) -> None:
+    """Write the files of a tokenizer that has a token for each byte, as transformers reads them."""
     import tokenizers
-    import torch
-    from safetensors.torch import save_file
     from tokenizers import decoders, models, pre_tokenizers
-
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "max_position_embeddings": MAX_LEN,
-        "tie_word_embeddings": False,
-        "eos_token_id": EOS,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -50,6 +32,29 @@ def write_tiny_model(folder: Path) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
+
+def write_tiny_model(folder: Path) -> Path:
+    """Write config, tokenizer (one token per byte) and weights into ``folder``, and return it."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "max_position_embeddings": MAX_LEN,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+    write_tokenizer(folder)
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape: int) -> torch.Tensor:
