@@ -19,7 +19,7 @@ from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 from .families import DecoderConfig
 from .parallel import ALONE, Part, Ranks
 from .rope import RopeConfig, cos_sin_table
-from .weights import DecoderWeights, Linear, Piece, TensorSource, Weights, trim_heap
+from .weights import DecoderWeights, Linear, LinearLayer, Piece, TensorSource, Weights, trim_heap
 
 KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Per layer K and V, each [num_blocks, 16, Hkv, D], of the KV heads that this rank holds."""
@@ -168,7 +168,8 @@ def _linear(weights: DecoderWeights, name: str, shape: tuple[int, int], part: Pa
         found = weights.tensor(f"{name}.bias", shape[:1], scale=scale) if bias else None
         return found if ranks.rank == 0 else None  # the sum has it once
 
-    layer = weights.linear(name, (shape[0], part.length), read, read_bias, [Piece(name, shape[0], part)], scale)
+    pieces = [Piece(name, shape[0], part)]
+    layer = weights.linear(LinearLayer(name, (shape[0], part.length), read, read_bias, pieces, scale))
     return layer if ranks.size == 1 else lambda x: ranks.sum(layer(x))
 
 
@@ -181,7 +182,7 @@ def _fused_linear(weights: DecoderWeights, whole: str, pieces: list[Piece], colu
     def read_bias() -> torch.Tensor | None:
         return weights.fused(whole, pieces, None, ".bias") if bias else None
 
-    return weights.linear(whole, shape, read, read_bias, pieces)
+    return weights.linear(LinearLayer(whole, shape, read, read_bias, pieces))
 
 
 class Decoder:
@@ -238,13 +239,9 @@ class Decoder:
         self._norm = weights.tensor("norm.weight", (config.hidden_size,), scale=scale, offset=one * scale)
         shape = (tokens.length, config.hidden_size)
         tied = "embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self._head = weights.linear(
-            "lm_head",
-            shape,
-            lambda: self._head_table(weights, table, tokens),
-            lambda: None,
-            [Piece(tied, config.vocab_size, tokens)],
-        )
+        pieces = [Piece(tied, config.vocab_size, tokens)]
+        head = LinearLayer("lm_head", shape, lambda: self._head_table(weights, table, tokens), lambda: None, pieces)
+        self._head = weights.linear(head)
         weights.finish()
         trim_heap()
         self.weight_bytes = weights.bytes

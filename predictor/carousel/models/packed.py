@@ -27,7 +27,7 @@ from carousel_kernels.weight_formats import (
 
 from .errors import ModelLoadError
 from .parallel import Part
-from .weights import Linear, Piece, TensorSource, Weights, copy_rows
+from .weights import Linear, LinearLayer, Piece, TensorSource, Weights, copy_rows
 
 __all__ = ["PackedSource", "PackedWeights", "RawSource", "Scheme", "scheme_of_checkpoint"]
 
@@ -281,21 +281,13 @@ class PackedWeights(Weights):
 
     _source: PackedSource
 
-    def linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        read: Callable[[], torch.Tensor],
-        read_bias: Callable[[], torch.Tensor | None],
-        pieces: Sequence[Piece] = (),
-        scale: float = 1.0,
-    ) -> Linear:
-        weight = self._packed(name, pieces)
-        if weight is None or (weight.q.shape[0], weight.q.shape[1]) != shape:
-            return super().linear(name, shape, read, read_bias, pieces, scale)
-        weight = _moved(weight.times(scale), self.device)
+    def linear(self, layer: LinearLayer) -> Linear:
+        weight = self._packed(layer.name, layer.pieces)
+        if weight is None or (weight.q.shape[0], weight.q.shape[1]) != layer.shape:
+            return super().linear(layer)
+        weight = _moved(weight.times(layer.scale), self.device)
         self.bytes += weight.q.nbytes // (2 if getattr(weight, "bits", 8) == 4 else 1) + weight.scales.nbytes
-        return ck.prepare_packed_linear(weight, read_bias())
+        return ck.prepare_packed_linear(weight, layer.read_bias())
 
     def _packed(self, name: str, pieces: Sequence[Piece]) -> PackedWeight | None:
         """The pieces' parts as one weight; None if they are plain, or do not go together."""

@@ -9,7 +9,7 @@ the table.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from .families import DecoderConfig
 from .parallel import ALONE, Part, Ranks
 from .prepared import PreparedStore, weights_key
 from .rotation import rotate, rotate_back
-from .weights import DecoderWeights, Linear, Piece, TensorSource, Weights
+from .weights import DecoderWeights, Linear, LinearLayer, TensorSource, Weights
 
 __all__ = ["HALF", "SCHEMES", "PreparedWeights", "QuantizingWeights", "quantized_decoder", "scheme_of"]
 
@@ -173,24 +173,16 @@ class QuantizingWeights(Weights):
         self.made[name] = out
         return out
 
-    def linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        read: Callable[[], torch.Tensor],
-        read_bias: Callable[[], torch.Tensor | None],
-        pieces: Sequence[Piece] = (),
-        scale: float = 1.0,
-    ) -> Linear:
+    def linear(self, layer: LinearLayer) -> Linear:
         before, self._passing = self.bytes, True
-        weight, bias = read(), read_bias()
+        weight, bias = layer.read(), layer.read_bias()
         self._passing = False
         if self._rotated:
-            weight, bias = self._rotate(name, weight, bias)
-        quantized = self._scheme.make(name, weight, bias)
+            weight, bias = self._rotate(layer.name, weight, bias)
+        quantized = self._scheme.make(layer.name, weight, bias)
         self.bytes = before + quantized.nbytes
-        self.made |= {f"{name}.{part}": tensor for part, tensor in quantized.tensors().items()}
-        return self._scheme.prepare(quantized, name, self.config)
+        self.made |= {f"{layer.name}.{part}": tensor for part, tensor in quantized.tensors().items()}
+        return self._scheme.prepare(quantized, layer.name, self.config)
 
     def _rotate(
         self, name: str, weight: torch.Tensor, bias: torch.Tensor | None
@@ -243,19 +235,11 @@ class PreparedWeights(DecoderWeights):
         self.bytes += tensor.nbytes
         return tensor
 
-    def linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        read: Callable[[], torch.Tensor],
-        read_bias: Callable[[], torch.Tensor | None],
-        pieces: Sequence[Piece] = (),
-        scale: float = 1.0,
-    ) -> Linear:
-        parts = {part: self._tensors.get(f"{name}.{part}") for part in self._scheme.parts}
-        layer = self._scheme.of({k: v for k, v in parts.items() if v is not None}, *shape)
-        self.bytes += layer.nbytes
-        return self._scheme.prepare(layer, name, self.config)
+    def linear(self, layer: LinearLayer) -> Linear:
+        parts = {part: self._tensors.get(f"{layer.name}.{part}") for part in self._scheme.parts}
+        quantized = self._scheme.of({k: v for k, v in parts.items() if v is not None}, *layer.shape)
+        self.bytes += quantized.nbytes
+        return self._scheme.prepare(quantized, layer.name, self.config)
 
 
 def quantized_decoder(

@@ -349,6 +349,20 @@ class Piece:
     part: Part
 
 
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """A layer of a weight [N, K] of this ``shape``, under its canonical ``name``. ``read`` and ``read_bias`` give it and
+    its bias, from the decoder's weights, in case they are needed. ``pieces`` are what it is made of, in the checkpoint,
+    times ``scale``."""
+
+    name: str
+    shape: tuple[int, int]
+    read: Callable[[], torch.Tensor]
+    read_bias: Callable[[], torch.Tensor | None]
+    pieces: Sequence[Piece]
+    scale: float = 1.0
+
+
 class DecoderWeights:
     """Where a decoder gets its tensors and linear layers from, by canonical names.
 
@@ -383,18 +397,8 @@ class DecoderWeights:
         """
         raise NotImplementedError
 
-    def linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        read: Callable[[], torch.Tensor],
-        read_bias: Callable[[], torch.Tensor | None],
-        pieces: Sequence[Piece] = (),
-        scale: float = 1.0,
-    ) -> Linear:
-        """A layer of a weight of this shape [N, K], prepared for the hot path. ``read`` and ``read_bias`` give weight
-        and bias, from here, in case they are needed. ``pieces`` are what it is made of, in the checkpoint, times
-        ``scale``."""
+    def linear(self, layer: LinearLayer) -> Linear:
+        """The layer, prepared for the hot path."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -457,16 +461,8 @@ class Weights(DecoderWeights):
         self.bytes += out.nbytes
         return out
 
-    def linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        read: Callable[[], torch.Tensor],
-        read_bias: Callable[[], torch.Tensor | None],
-        pieces: Sequence[Piece] = (),
-        scale: float = 1.0,
-    ) -> Linear:
-        return ck.prepare_linear(read(), read_bias())
+    def linear(self, layer: LinearLayer) -> Linear:
+        return ck.prepare_linear(layer.read(), layer.read_bias())
 
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
         """Before anything is allocated for it: a config may ask for any size, a file has only its own."""
