@@ -351,9 +351,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A layer of a weight [N, K] of this ``shape``, under its canonical ``name``. ``read`` and ``read_bias`` give it and
-    its bias, from the decoder's weights, in case they are needed. ``pieces`` are what it is made of, in the checkpoint,
-    times ``scale``."""
+    """A layer of a weight [N, K] of this ``shape``, under its canonical ``name``.
+
+    ``read`` and ``read_bias`` give it and its bias, from the decoder's weights, in case they are needed. ``pieces`` are
+    what it is made of, in the checkpoint, times ``scale``.
+    """
 
     name: str
     shape: tuple[int, int]
