@@ -15,7 +15,7 @@ import triton.language as tl
 from .attention_decode import LOWEST, attend, scales, with_sink
 from .common import narrowed
 
-__all__ = ["CHANGING", "prefill_kernel", "sequence_of"]
+__all__ = ["CHANGING", "prefill_kernel", "query_tile", "sequence_of"]
 
 
 CHANGING = ["num_sequences", "first_sequence", "window", "stride_table"]
@@ -39,6 +39,33 @@ def sequence_of(tile, query_start, first_sequence, num_sequences, BLOCK_Q: tl.co
     return low, first_row
 
 
+@triton.jit
+def query_tile(
+    q, row, first, new, stride_qt, stride_qh, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A program's queries: BLOCK_M // HEADS tokens, from number ``first`` of a sequence that has ``new`` from row
+    ``row`` on, for HEADS query heads of one KV head, which the grid's second dimension says.
+
+    Returns them [BLOCK_M, BLOCK_D] (as float32 with WIDEN), the KV head; of each row its head, its token's number among
+    the new ones and its place in q; the columns; and which rows, and which of their elements, there are.
+    """
+    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // parts
+    rows = tl.arange(0, BLOCK_M)
+    tokens = first + rows // HEADS
+    in_group = tl.program_id(1) % parts * HEADS + rows % HEADS
+    heads = kv_head * GROUP + in_group
+    valid = (rows < BLOCK_M // HEADS * HEADS) & (tokens < new) & (in_group < GROUP)
+    dims = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (dims < DIM)[None, :]
+    flat = (row + tokens).to(tl.int64)
+    query = tl.load(q + flat[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    return query, kv_head, heads, tokens, flat, dims, valid, mask
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def prefill_kernel(
     q, k_cache, v_cache, out, sinks, query_start, context_lens, block_tables, num_sequences, first_sequence,
@@ -55,7 +82,6 @@ def prefill_kernel(
     the masks.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence, first_row = sequence_of(tile, query_start, first_sequence, num_sequences, BLOCK_Q)
     row = tl.load(query_start + first_sequence + sequence)
@@ -65,18 +91,10 @@ def prefill_kernel(
         return
     sequence = (first_sequence + sequence).to(tl.int64)
     context = tl.load(context_lens + sequence)
-    kv_head = tl.program_id(1) // parts
-    rows = tl.arange(0, BLOCK_M)
-    tokens = first + rows // HEADS
-    in_group = tl.program_id(1) % parts * HEADS + rows % HEADS
-    heads = kv_head * GROUP + in_group
-    valid = (rows < BLOCK_Q * HEADS) & (tokens < new) & (in_group < GROUP)
-    dims = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (dims < DIM)[None, :]
-    flat = (row + tokens).to(tl.int64)
-    query = tl.load(q + flat[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0)
-    if FP8 == 0 and q.dtype != k_cache.dtype:
-        query = query.to(tl.float32)
+    query, kv_head, heads, tokens, flat, dims, valid, mask = query_tile(
+        q, row, first, new, stride_qt, stride_qh, GROUP, HEADS, DIM, BLOCK_M, BLOCK_D,
+        FP8 == 0 and q.dtype != k_cache.dtype,
+    )  # fmt: skip
     scale, softcap, out_scale = scales(scale, softcap, k_scale, v_scale, FP8, SOFTCAP)
     position = context - new + tokens
     earliest = context - new + first

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .attention_decode import LOWEST, attend, scales, with_sink
-from .attention_prefill import CHANGING, sequence_of
+from .attention_prefill import CHANGING, query_tile, sequence_of
 from .common import cdiv, narrowed
 
 __all__ = ["fold_kernel", "uniform_kernel"]
@@ -44,7 +44,6 @@ def uniform_kernel(
     partial_sums float32 [S, splits, Hq, 2]; nothing if the split is past the sequence's end or before its window.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     if apart != 0:
         sequence = tile
@@ -68,18 +67,10 @@ def uniform_kernel(
         last = tl.minimum(last, tl.program_id(2) + 1)
     if split >= last:  # a decode's program that has nothing to do
         return
-    kv_head = tl.program_id(1) // parts
-    rows = tl.arange(0, BLOCK_M)
-    tokens = first + rows // HEADS
-    in_group = tl.program_id(1) % parts * HEADS + rows % HEADS
-    heads = kv_head * GROUP + in_group
-    valid = (rows < BLOCK_Q * HEADS) & (tokens < new) & (in_group < GROUP)
-    dims = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (dims < DIM)[None, :]
-    flat = (row + tokens).to(tl.int64)
-    query = tl.load(q + flat[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0)
-    if FP8 == 0 and q.dtype != k_cache.dtype:
-        query = query.to(tl.float32)
+    query, kv_head, heads, tokens, flat, dims, valid, mask = query_tile(
+        q, row, first, new, stride_qt, stride_qh, GROUP, HEADS, DIM, BLOCK_M, BLOCK_D,
+        FP8 == 0 and q.dtype != k_cache.dtype,
+    )  # fmt: skip
     scale, softcap, out_scale = scales(scale, softcap, k_scale, v_scale, FP8, SOFTCAP)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     best = tl.full((BLOCK_M,), LOWEST, tl.float32)
