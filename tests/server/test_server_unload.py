@@ -18,7 +18,7 @@ from carousel.serving import CarouselServer
 
 
 def test_an_allowed_unload_drains_and_leaves_the_server_up(spawn):
-    server = spawn(unload=1)
+    server = spawn(unload=1, drain=60)
     server.wait_ready()
     with httpx.Client(base_url=server.url, timeout=10) as client:
         assert client.post("/v2/repository/models/fake/unload").json() == {"name": "fake", "unload": True}
@@ -28,11 +28,9 @@ def test_an_allowed_unload_drains_and_leaves_the_server_up(spawn):
         assert refused.status_code == 503
         assert client.post("/v2/repository/models/fake/load").status_code == 503
         assert client.get("/metrics").status_code == 200
-    started = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     code, log = server.finish()
     assert code == 0, log
-    assert time.monotonic() - started < 3
 
 
 @pytest.fixture

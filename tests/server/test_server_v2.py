@@ -256,5 +256,6 @@ def test_probes_are_not_slowed_by_the_batch(server, client):
     with httpx.stream(
         "POST", server.url + "/v2/models/fake/generate_stream", json={"text_input": "a"}, timeout=10
     ) as stream:
-        assert client.get("/livez").elapsed.total_seconds() < 0.5
+        assert client.get("/livez").status_code == 200
+        assert server.engine.stats().num_requests_running == 1, "the probe was answered after the stream"
         stream.read()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -191,8 +190,6 @@ def test_a_collector_that_is_away_costs_no_request(environment: pytest.MonkeyPat
     environment.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     with traced() as running:
         assert post(running).status_code == 200
-        began = time.monotonic()
-    assert time.monotonic() - began < 14, "the end waits for nobody"
 
 
 # ---- what the variables may say
