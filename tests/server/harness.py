@@ -85,7 +85,7 @@ class Running:
         """Ask it to stop, wait, and return the exit code."""
         assert self.thread is not None
         self.servers[0].request_stop()
-        self.thread.join(15)
+        self.thread.join(30)
         assert not self.thread.is_alive(), "the server did not stop"
         return self.codes[0]
 
@@ -127,7 +127,7 @@ def serving(
     )
     running.thread.start()
     if ready:
-        wait_until(lambda: running.codes or (running.servers and running.servers[0].lifecycle.ready), 20)
+        wait_until(lambda: running.codes or (running.servers and running.servers[0].lifecycle.ready), 60)
         assert not running.codes, "the server ended before it was ready"
         wait_until(lambda: listens(settings.http_port))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -52,7 +53,10 @@ TOO_MUCH = {
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[TinyServer]:
     with tiny_server() as running:
+        gc.collect()
+        gc.freeze()  # as a server does when it is ready: the test runner's own objects are many
         yield running
+        gc.unfreeze()
         running.expect_clean()
 
 

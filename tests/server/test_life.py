@@ -121,8 +121,10 @@ def test_a_deadline_ends_a_request_with_what_it_has(paced: Running, path: str, h
 # --- SIGTERM, which is request_stop() in a thread that is not the main one
 
 
-def stop_and_check(running: Running, work: list) -> list:
-    """Stop while ``work`` (futures) is under way; meanwhile probes, metrics and refusals must be right."""
+def check_drain(running: Running, work: list) -> None:
+    """Stop while ``work`` (futures) is under way, in steps so long that all of this sees it so: probes, metrics and
+    refusals must be right."""
+    running.engine.runner.step_s = 1.0
     with httpx.Client(base_url=running.url, timeout=10) as kept:
         kept.get("/livez")
         running.servers[0].request_stop()
@@ -141,8 +143,13 @@ def stop_and_check(running: Running, work: list) -> list:
             with pytest.raises(grpc.RpcError) as caught:
                 GRPCInferenceServiceStub(channel).ModelInfer(infer_request(1), timeout=5)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    found = [future.result(15) for future in work]
-    running.thread.join(10)
+    running.engine.runner.step_s = 0.0
+
+
+def results(running: Running, work: list) -> list:
+    """What ``work`` brought, once the server has ended well."""
+    found = [future.result(60) for future in work]
+    running.thread.join(30)
     assert running.codes == [0]
     return found
 
@@ -153,7 +160,7 @@ def test_a_stop_lets_everything_admitted_finish(moment: str) -> None:
     prompt = "x" * 300 if moment == "prefill" else "abc"
     step_s = 0.1 if moment == "prefill" else STEP_S
     seats = 3 if moment == "queue" else 8
-    changes = {"drain_seconds": 20.0, "max_batch_sequences": seats}
+    changes = {"drain_seconds": 60.0, "max_batch_sequences": seats}
     with (
         serving(lambda keep: tiny_factory(keep, step_s), **changes) as running,
         grpc.insecure_channel(running.grpc) as channel,
@@ -161,8 +168,8 @@ def test_a_stop_lets_everything_admitted_finish(moment: str) -> None:
     ):
         tokens = 4 if moment == "prefill" else 30
         bodies = calls(tokens, prompt)
-        work = [pool.submit(httpx.post, running.url + path, json=body, timeout=30) for path, body in bodies.items()]
-        work.append(pool.submit(GRPCInferenceServiceStub(channel).ModelInfer, infer_request(tokens), timeout=30))
+        work = [pool.submit(httpx.post, running.url + path, json=body, timeout=60) for path, body in bodies.items()]
+        work.append(pool.submit(GRPCInferenceServiceStub(channel).ModelInfer, infer_request(tokens), timeout=60))
         generated = running.engine.stats
         wait_until(lambda: generated().admitted == 7)
         if moment == "decode":
@@ -171,7 +178,8 @@ def test_a_stop_lets_everything_admitted_finish(moment: str) -> None:
             assert generated().num_requests_waiting > 0
         else:
             assert generated().num_tokens_waiting > 300
-        *http, over_grpc = stop_and_check(running, work)
+        check_drain(running, work)
+        *http, over_grpc = results(running, work)
         for response in http:
             assert response.status_code == 200
             assert "error" not in response.text
@@ -193,7 +201,8 @@ def test_what_outlasts_the_drain_ends_with_a_clear_error() -> None:
         work = [pool.submit(httpx.post, running.url + path, json=body, timeout=30) for path, body in bodies.items()]
         call = pool.submit(GRPCInferenceServiceStub(channel).ModelInfer, infer_request(480), timeout=30)
         wait_until(lambda: running.engine.stats().num_requests_running == 7)
-        for path, response in zip(bodies, stop_and_check(running, work), strict=True):
+        running.servers[0].request_stop()
+        for path, response in zip(bodies, results(running, work), strict=True):
             if path in (STREAM, CHAT):
                 assert response.status_code == 200
                 assert "shut down" in json.dumps(events(response)[-1]["error"])
