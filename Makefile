@@ -24,9 +24,9 @@ $(ENV): pyproject.toml constraints.txt setup.py scripts/make_env.py $(wildcard k
 serve: env ## Serve the demo model smollm2 on http://127.0.0.1:8080 (a live page; gRPC 8081); ARGS goes to `carousel serve`
 	@exec env CAROUSEL_DEMO=$${CAROUSEL_DEMO-on} $(BIN)/carousel serve $(ARGS)
 
-test: env ## Run the tests, two files at a time, and hold branch coverage of engine and protocols at 85 % (ARGS: without coverage)
+test: env ## Run the tests, four files at a time, and hold branch coverage of engine and protocols at 85 % (ARGS: without coverage)
 ifeq ($(ARGS),)
-	@$(BIN)/python -m pytest --cov --cov-report=term -n 2 --dist loadfile
+	@$(BIN)/python -m pytest --cov --cov-report=term -n 4 --dist loadfile
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
 from tests.engine.tiny import EOS, MAX_LEN, VOCAB, kv_memory, started_engine, tiny_model
 
 from carousel.engine.engine import Engine
-from carousel.engine.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestTooLong
+from carousel.engine.errors import SHUT_DOWN, EngineUnavailable, InvalidRequest, QueueFull, RequestTooLong
 from carousel.engine.request import FinishReason, GenerationRequest, Output, SamplingParams
+from carousel.engine.runner import DecoderRunner, StepResult
 from carousel.engine.timeline import EngineStats
 
 LENGTH = 48
@@ -429,32 +431,68 @@ async def test_a_dead_engine_thread_fails_its_requests_and_is_not_alive(new_engi
     assert (await settled(engine)).finished[FinishReason.ERROR] == 1
 
 
-async def test_a_stuck_step_is_not_alive(new_engine, monkeypatch) -> None:
-    import threading
-
-    from carousel.engine.runner import DecoderRunner
-
-    engine = new_engine(stall_seconds=0.1)
-    go_on, run = threading.Event(), DecoderRunner.run
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, a step does not end."""
+    event, run = threading.Event(), DecoderRunner.run
 
     def stuck(self: DecoderRunner, step: object) -> object:
-        go_on.wait(10)
+        event.wait(60)
         return run(self, step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecoderRunner, "run", stuck)
+    event.set()
+    yield event
+    event.set()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("not true within 30 s")
+
+
+async def test_a_stuck_step_is_not_alive(new_engine, go_on) -> None:
+    engine = new_engine(stall_seconds=0.1)
+    go_on.clear()
     task = asyncio.create_task(engine.generate(greedy([1], max_tokens=2)))
-    await asyncio.sleep(0.3)
-    assert not engine.alive
+    await until(lambda: not engine.alive)
     go_on.set()
     await task
     assert engine.alive
 
 
+async def test_a_stop_beside_a_stuck_step_tells_the_clients_once(new_engine, go_on) -> None:
+    """kserve#6259: they hung. The engine thread, should it come back, has nothing to add."""
+    engine = new_engine(stall_seconds=0.1)
+    stream = engine.submit(sampled([1, 2], max_tokens=MAX_LEN - 2, n=2))
+    read = [await anext(stream)]
+    go_on.clear()
+    waiting = asyncio.create_task(engine.generate(greedy([3], max_tokens=2)))
+    await until(lambda: not engine.alive)
+    assert not await engine.drain(60)
+    await asyncio.to_thread(engine.stop)
+    read += [delta async for delta in stream]
+    [other] = await waiting
+    ends = [delta for delta in read if delta.finish_reason is not None]
+    assert sorted(delta.index for delta in ends) == [0, 1]
+    assert {(delta.finish_reason, delta.error) for delta in [*ends, other]} == {(FinishReason.ERROR, SHUT_DOWN)}
+    stats = engine.stats()
+    assert (stats.admitted, stats.finished[FinishReason.ERROR], stats.live) == (2, 2, 0)
+    assert not engine.cancel(stream.request_id)
+    go_on.set()
+    await until(lambda: not engine._thread.is_alive())
+    assert engine.stats().finished == stats.finished
+    assert stream.finished
+    with pytest.raises(EngineUnavailable):
+        engine.submit(greedy([1]))
+
+
 async def test_one_sequence_with_broken_logits_harms_nobody(
     engine: Engine, alone: list[list[int]], monkeypatch
 ) -> None:
-    from carousel.engine.runner import DecoderRunner, StepResult
-
     run = DecoderRunner.run
 
     def poisoned(self: DecoderRunner, step: object) -> StepResult:

@@ -8,6 +8,7 @@ its deltas.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABORT_S = 2.0
-_JOIN_S = 10.0
+_JOIN_S = 4.0
+_STUCK_JOIN_S = 0.2
 _LOSS_S = 1.0
 _TILES = (64, 32, 16)
 """Rows for which kernels have tiles of their own; with more they take several."""
@@ -56,12 +58,13 @@ _TILES = (64, 32, 16)
 class _Client:
     """Where a live request's deltas go: its stream, on its event loop."""
 
-    __slots__ = ("expires_at", "loop", "stream")
+    __slots__ = ("account", "expires_at", "loop", "stream")
 
-    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop, expires_at: float | None) -> None:
+    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop, live: LiveRequest) -> None:
         self.stream = stream
         self.loop = loop
-        self.expires_at = expires_at
+        self.account = live.account
+        self.expires_at = live.expires_at
 
 
 class Engine:
@@ -272,12 +275,25 @@ class Engine:
         self._wake.set()
 
     def stop(self) -> None:
-        """End what is live with a clear error, and the thread with it."""
+        """End what is live with a clear error, and the thread with it, unless that is stuck in a step."""
         self._ledger.close("the server is shutting down")
-        self._stopping = True
+        alive, self._stopping = self.alive, True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+            self._thread.join(_JOIN_S if alive else _STUCK_JOIN_S)
+            if self._thread.is_alive():
+                log.error("the engine thread is stuck in a step; it is left behind")
+                self._abandon(SHUT_DOWN)
+
+    def _abandon(self, why: str) -> None:
+        """Tell the clients without the engine thread, which will not get round to it."""
+        with self._commands_lock:
+            self._ended = True
+        while self._clients:
+            _, client = self._clients.popitem()
+            self._ledger.left(client.account, FinishReason.ERROR)
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                client.loop.call_soon_threadsafe(client.stream.abandon, why)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work and let what is live finish.
@@ -287,6 +303,8 @@ class Engine:
         """
         self._draining = True
         self._ledger.close("the server is draining and takes no new requests")
+        if not self.alive:
+            return self._ledger.live == 0
         finished = await asyncio.to_thread(self._ledger.wait_idle, timeout_s)
         if not finished:
             self._command(lambda core: core.end_all(FinishReason.ERROR, SHUT_DOWN))
@@ -365,7 +383,7 @@ class Engine:
         live = self._admit(request, prompt_ids)
         request_id = request.request_id
         stream = RequestStream(request_id, len(prompt_ids), len(live.sequences), lambda: self.cancel(request_id))
-        self._clients[request_id] = _Client(stream, loop, live.expires_at)
+        self._clients[request_id] = _Client(stream, loop, live)
         if not self._command(lambda core: core.add(live)):
             del self._clients[request_id]
             self._ledger.left(live.account, FinishReason.ERROR)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, Callable
 from types import TracebackType
 from typing import Self
 
-from carousel.engine.request import Output
+from carousel.engine.request import FinishReason, Output
 
 
 async def collect(stream: AsyncIterable[Output]) -> list[Output]:
@@ -33,18 +33,36 @@ class RequestStream:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self._cancel = cancel
-        self._unfinished = num_choices
+        self._open = set(range(num_choices))  # choices that the engine has not ended
+        self._unfinished = num_choices  # choices whose end the reader has not seen
         self._pending: dict[int, Output] = {}
         self._arrived = asyncio.Event()
 
     def deliver(self, output: Output) -> None:
         """Take a delta in. Called on the stream's event loop."""
+        if output.index not in self._open:
+            return  # of an engine that came back after all, when the reader had been told that it would not
+        if output.finish_reason is not None:
+            self._open.remove(output.index)
         waiting = self._pending.get(output.index)
         if waiting is None:
             self._pending[output.index] = output
         else:
             waiting.merge(output)
         self._arrived.set()
+
+    def abandon(self, error: str) -> None:
+        """End what is open: the engine will not. Called on the stream's event loop."""
+        for index in sorted(self._open):
+            self.deliver(
+                Output(
+                    self.request_id,
+                    index,
+                    finish_reason=FinishReason.ERROR,
+                    error=error,
+                    prompt_tokens=self.prompt_tokens,
+                )
+            )
 
     @property
     def finished(self) -> bool:
