@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm would fetch its price list from the network at import
-
-import litellm
 import openai
 import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
@@ -99,24 +98,36 @@ def test_langchain_structured_output_and_tools_are_refused_by_name(chat):
 # litellm
 
 
-def complete(tiny: TinyServer, **more):
-    options = {"messages": MESSAGES, "extra_body": MORE, "max_retries": 0, **GREEDY, **more}
-    return litellm.completion(model=f"openai/{MODEL}", api_base=tiny.url + "/v1", api_key="none", **options)
+@pytest.fixture(scope="module")
+def litellm() -> ModuleType:
+    """It takes seconds to import, and would fetch its price list from the network meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        return importlib.import_module("litellm")
 
 
-def test_litellm_completion(tiny, expected):
-    answer = complete(tiny)
+@pytest.fixture
+def complete(litellm, tiny) -> Callable[..., Any]:
+    def ask(**more):
+        options = {"messages": MESSAGES, "extra_body": MORE, "max_retries": 0, **GREEDY, **more}
+        return litellm.completion(model=f"openai/{MODEL}", api_base=tiny.url + "/v1", api_key="none", **options)
+
+    return ask
+
+
+def test_litellm_completion(complete, expected):
+    answer = complete()
     assert answer.choices[0].message.content == expected
     assert answer.usage.completion_tokens == 8
 
 
-def test_litellm_stream(tiny, expected):
-    chunks = list(complete(tiny, stream=True, stream_options={"include_usage": True}))
+def test_litellm_stream(complete, expected):
+    chunks = list(complete(stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
     assert [chunk.usage.completion_tokens for chunk in chunks if getattr(chunk, "usage", None)] == [8]
 
 
-async def test_litellm_async(tiny, expected):
+async def test_litellm_async(litellm, tiny, expected):
     answer = await litellm.acompletion(
         model=f"openai/{MODEL}", api_base=tiny.url + "/openai/v1", api_key="none", extra_body=MORE, **GREEDY,
         messages=MESSAGES,
@@ -124,22 +135,22 @@ async def test_litellm_async(tiny, expected):
     assert answer.choices[0].message.content == expected
 
 
-def test_litellm_text_completion(tiny):
+def test_litellm_text_completion(litellm, tiny):
     answer = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}", api_base=tiny.url + "/v1", api_key="none", prompt="ab", **GREEDY
     )
     assert answer.choices[0].text
 
 
-def test_litellm_errors(tiny, monkeypatch):
+def test_litellm_errors(litellm, complete, tiny, monkeypatch):
     with pytest.raises(litellm.BadRequestError, match="temperature"):
-        complete(tiny, temperature=-1)
+        complete(temperature=-1)
     with pytest.raises(litellm.ContextWindowExceededError):
-        complete(tiny, messages=[{"role": "user", "content": "x" * 600}])
+        complete(messages=[{"role": "user", "content": "x" * 600}])
 
     def refuse(request):
         raise QueueFull("the queue is full", 2)
 
     monkeypatch.setattr(tiny.engine, "submit", refuse)
     with pytest.raises(litellm.RateLimitError, match="the queue is full"):
-        complete(tiny)
+        complete()
