@@ -28,11 +28,15 @@ SKIPPED = {
 }
 
 
-def make(*arguments: str) -> str:
+def run_make(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "MFLAGS"}
-    return subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def make(*arguments: str) -> str:
+    done = run_make(*arguments)
+    done.check_returncode()
+    return done.stdout
 
 
 def files() -> list[Path]:
@@ -58,10 +62,24 @@ def test_make_alone_prints_every_target() -> None:
 def test_make_targets_run_what_others_rely_on() -> None:
     assert ".venv/bin/carousel serve --policy fair" in make("-n", "serve", "ARGS=--policy fair")
     assert ".venv/bin/carousel bench --json x" in make("-n", "bench", "ARGS=--json x")
-    assert "-m pytest --cov" in make("-n", "test")
+    whole = make("-n", "test")
+    assert whole.count(".venv/bin/python -m pytest") == 2
+    assert "--cov --cov-report=term tests/engine tests/protocols;" in whole
+    assert "--ignore=tests/engine --ignore=tests/protocols " in whole
     assert "-m pytest tests/engine" in make("-n", "test", "ARGS=tests/engine")
     lint = make("-n", "lint")
     assert all(tool in lint for tool in ("ruff check", "ruff format --check", "mypy", "hadolint", "readme.py --check"))
+
+
+@pytest.mark.parametrize("failing", ["--cov", "--ignore=tests/engine"])
+def test_make_test_fails_when_either_of_its_runs_does_and_runs_both(tmp_path: Path, failing: str) -> None:
+    (tmp_path / ".carousel-env").touch()
+    runner = tmp_path / "pytest"
+    runner.write_text(f'#!/bin/sh\necho "ran $1"\n[ "$1" != {failing} ]\n')
+    runner.chmod(0o755)
+    done = run_make("test", f"PYTEST={runner}", f"VENV={tmp_path}")
+    assert done.returncode != 0
+    assert done.stdout.splitlines()[:2] == ["ran --cov", "ran --ignore=tests/engine"]
 
 
 def test_make_env_runs_only_when_its_inputs_changed(tmp_path: Path) -> None:
