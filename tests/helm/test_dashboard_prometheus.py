@@ -70,7 +70,7 @@ def scraping(folder: Path, target: str, rules: list[dict[str, Any]]) -> Iterator
     process = subprocess.Popen(words, cwd=folder)
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: _ready(url), 20)
+        wait_until(lambda: _ready(url))
         yield url
     finally:
         process.terminate()
@@ -139,7 +139,7 @@ def test_no_panel_is_empty(asking: str) -> None:
 
 def test_what_is_recorded_is_there(asking: str) -> None:
     for name in ("tenant:carousel_tenant_cost:rate5m", "tenant_kind:carousel_tenant_tokens:rate5m"):
-        wait_until(lambda name=name: asked(asking, f'{name}{{tenant="calm"}}'), 5)  # type: ignore[misc]
+        wait_until(lambda name=name: asked(asking, f'{name}{{tenant="calm"}}'))  # type: ignore[misc]
     assert json.loads(httpx.get(f"{asking}/api/v1/rules", timeout=10).text)["status"] == "success"
     health = [
         rule["health"]

@@ -29,7 +29,9 @@ SKIPPED = {
 
 
 def run_make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "MFLAGS"}
+    # The make that runs this test hands its variables on.
+    ours = ("MFLAGS", "ARGS", "PYTEST", "VENV")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in ours}
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -49,7 +49,7 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.http_port}"
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.process.poll() is not None or answers(self.url + "/readyz"), 20)
+        wait_until(lambda: self.process.poll() is not None or answers(self.url + "/readyz"))
         assert self.process.poll() is None, "the server ended before it was ready"
 
     def finish(self, seconds: float = 30) -> tuple[int, str]:

@@ -397,7 +397,7 @@ def test_an_answer_that_nobody_reads_is_ended(tiny: TinyServer) -> None:
                 sock.sendall(request)
         except (TimeoutError, ConnectionResetError, BrokenPipeError):
             pass
-        wait_until(lambda: _is_reset(sock), 15)
+        wait_until(lambda: _is_reset(sock))
 
 
 def _is_reset(sock: socket.socket) -> bool:

@@ -225,7 +225,7 @@ async def ask_until_refused(client: InferenceGRPCClient) -> None:
 
 def test_a_server_that_still_loads_does_not_wait(spawn, tmp_path):
     server = spawn(leave=60, gate=tmp_path / "never")
-    wait_until(lambda: reachable(server), 15)
+    wait_until(lambda: reachable(server))
     server.process.send_signal(signal.SIGTERM)
     assert server.finish()[0] == 0
 

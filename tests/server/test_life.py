@@ -280,7 +280,7 @@ def test_probes_while_loading_ready_stuck_and_draining() -> None:
 
     live = {"/livez", "/", "/v2/health/live"}
     with serving(gated, ready=False, drain_seconds=5.0) as running:
-        wait_until(lambda: answers(running.url + "/livez"), 20)
+        wait_until(lambda: answers(running.url + "/livez"))
         assert states(running) == {path: 200 if path in live else 503 for path in STATES}
         assert httpx.get(running.url + "/startupz").json()["state"] == "loading"
         gate.set()

@@ -37,7 +37,7 @@ def slow(server):
 
 
 def expect_cancelled(server, count: int) -> None:
-    wait_until(lambda: not server.engine.live, 1.0)
+    wait_until(lambda: not server.engine.live)
     assert [stream.ended for stream in server.engine.ended] == [FinishReason.CANCELLED] * count
 
 
@@ -122,4 +122,4 @@ def test_a_neighbour_is_not_disturbed(server):
                 next(gone.iter_lines())
                 whole = {"text_input": "a", "parameters": {"max_tokens": 5}}
                 assert client.post("/v2/models/fake/generate", json=whole).json()["text_output"] == "w0 w1 w2 w3 w4 "
-    wait_until(lambda: not server.engine.live, 1.0)
+    wait_until(lambda: not server.engine.live)

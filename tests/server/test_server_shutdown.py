@@ -150,7 +150,7 @@ def test_an_idle_server_stops_at_once(spawn):
 def test_the_port_opens_before_the_model_is_loaded(spawn, tmp_path):
     """kserve#3113: traffic before load."""
     server = spawn(gate=tmp_path / "gate")
-    wait_until(lambda: reachable(server.url), 15)
+    wait_until(lambda: reachable(server.url))
     assert httpx.get(server.url + "/livez").status_code == 200
     assert httpx.get(server.url + "/metrics").status_code == 200
     not_ready = httpx.get(server.url + "/v2/models/fake/ready")
@@ -169,7 +169,7 @@ def test_the_port_opens_before_the_model_is_loaded(spawn, tmp_path):
 
 def test_sigterm_while_loading(spawn, tmp_path):
     server = spawn(gate=tmp_path / "never")
-    wait_until(lambda: reachable(server.url), 15)
+    wait_until(lambda: reachable(server.url))
     server.process.send_signal(signal.SIGTERM)
     assert server.finish()[0] == 0
 

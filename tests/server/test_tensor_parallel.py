@@ -140,7 +140,7 @@ def test_a_server_and_its_ranks_end_together(directory: Path, number: signal.Sig
         assert httpx.get(f"{url}/livez", timeout=5).status_code == 200
         server.send_signal(number)
         assert server.wait(20) == (0 if number is signal.SIGTERM else -9)
-        wait_until(lambda: not runs(ranks[0]), 10)
+        wait_until(lambda: not runs(ranks[0]))
     finally:
         server.kill()
         server.wait()

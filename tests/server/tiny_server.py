@@ -43,12 +43,12 @@ class TinyServer(Running):
 
     def expect_clean(self) -> None:
         """Nothing is live, no block is held, no connection or task is left, and the books balance."""
-        wait_until(lambda: self.connections == 0, 10)
-        wait_until(lambda: self.tasks <= self.tasks_at_rest, 10)
-        wait_until(lambda: self.live == 0, 10)
+        wait_until(lambda: self.connections == 0)
+        wait_until(lambda: self.tasks <= self.tasks_at_rest)
+        wait_until(lambda: self.live == 0)
         stats = self.engine.stats()
         assert stats.admitted == sum(stats.finished.values())
-        wait_until(lambda: self.free_blocks == self.engine.stats().num_blocks, 5)
+        wait_until(lambda: self.free_blocks == self.engine.stats().num_blocks)
         assert self.engine.failure is None
         assert self.engine.alive
 
@@ -111,7 +111,7 @@ class Neighbour:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        wait_until(lambda: self.server.live > 0, 10)
+        wait_until(lambda: self.server.live > 0)
         return self
 
     def __exit__(self, *_: object) -> None:

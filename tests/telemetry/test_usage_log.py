@@ -73,7 +73,7 @@ def test_syncs_come_at_most_once_a_second_and_soon_after_the_last_line(tmp_path:
     wait_until(lambda: log.pending == 0)
     count = len(synced)
     log(usage())
-    wait_until(lambda: len(synced) > count, 4)  # what came last is synced without anything after it
+    wait_until(lambda: len(synced) > count)  # what came last is synced without anything after it
     assert all(later - earlier >= 0.99 for earlier, later in itertools.pairwise(synced))
     log.close()
 
