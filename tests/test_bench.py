@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import math
@@ -483,6 +484,21 @@ class TestCommand:
         assert profile["parts"].keys() >= {"matrix products", "attention", "sampling", "scheduling", "forward, other"}
         assert sum(part["share"] for part in profile["parts"].values()) == pytest.approx(1.0)
         assert "matrix products" in capsys.readouterr().out
+
+    def test_the_garbage_collector_looks_at_no_more_than_in_a_server(
+        self, workload_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[int] = []
+        run = inprocess.run
+
+        async def noted(*arguments: Any, **options: Any) -> Any:
+            seen.append(gc.get_freeze_count())
+            return await run(*arguments, **options)
+
+        monkeypatch.setattr(inprocess, "run", noted)
+        assert main(["--workload", str(workload_file)], {}, Factory()) == 0
+        assert seen[0] > 10_000
+        assert gc.get_freeze_count() == 0
 
     def test_nothing_is_refused_for_a_full_queue_unless_asked(self, workload_file: Path) -> None:
         factory = Factory()

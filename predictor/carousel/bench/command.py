@@ -262,6 +262,8 @@ class _EngineBench:
             self._profile.begin()
             engine.timeline.observers.append(self._profile)
         self._facts = {"model": engine.model_name, "max_model_len": engine.max_model_len}
+        gc.collect()
+        gc.freeze()  # as a server does when it is ready
 
     async def _run_once(self, mode: str, rate: float, turn: int) -> dict[str, Any]:
         options, engine, workload = self.options, self._engine, self.workload
@@ -282,6 +284,7 @@ class _EngineBench:
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
+            gc.unfreeze()
 
     def _report(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         assert self.workload is not None
