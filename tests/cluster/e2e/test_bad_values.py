@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.cluster.e2e.conftest import container_of, demo_service
-from tests.cluster.e2e.kube import Kube, KubectlError, name_of, restarts, until
+from tests.cluster.e2e.kube import Kube, KubectlError, name_of, until
 
 from carousel.config import declared_settings, load_settings
 from carousel.options import SettingsError
@@ -45,14 +45,20 @@ def test_every_setting_that_is_wrong_is_named_at_once(kube: Kube) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings([], wrong)
     named = {name for problem in refused.value.problems for name in problem.names}
-    assert {item.name for item in declared_settings()} - named <= {"cache_dir"}  # a folder may have any name
+    assert {item.name for item in declared_settings()} - named <= {"cache_dir", "usage_log", "service_account_audience"}
     service = demo_service()
     variables = container_of(service)["env"]
     variables[:] = [{"name": name, "value": value} for name, value in wrong.items()]
     kube.apply(service)
     assert "bad!" in failure(kube)
     (pod,) = kube.pods("smollm2")
-    said = kube.logs(name_of(pod), "--previous") if restarts(pod) else kube.logs(name_of(pod))
+
+    def last_words() -> str | None:
+        """Of the container that ended, or of the next one: either may be gone, or not have begun, at this moment."""
+        logs = (kube.run("logs", name_of(pod), *words, check=False) for words in ((), ("--previous",)))
+        return next((log for log in logs if "bad!" in log), None)
+
+    said = until(last_words, 60, lambda: f"a log that names the settings\n{kube.story('smollm2')}")
     lines = said.splitlines()
     for item in declared_settings():
         if item.name in named:
