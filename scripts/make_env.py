@@ -126,8 +126,24 @@ def install_requirements(venv: Path, python: Path, extras: list[str], torch: str
         lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines(keepends=True)
         without.write_text("".join(line for line in lines if not line.startswith("triton==")), "utf-8")
         install(python, ["setuptools", *torch_arguments(torch)], "PyTorch", without)
+        if torch == "cuda":
+            check_for_gpus(python)
         pins = without if names_its_triton(python) else ROOT / "constraints.txt"
         install(python, requirements, f"{len(requirements)} requirements and what they need", pins)
+
+
+def check_for_gpus(python: Path) -> None:
+    """Refuse a PyTorch that knows no GPU: in a folder of wheels, where pip may look too, a CPU build goes first."""
+    code = "import torch; print(torch.__version__, torch.version.cuda or torch.version.hip or '')"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    version, _, platform_version = done.stdout.strip().partition(" ")
+    if done.returncode != 0:
+        raise EnvironmentFailed(f"PyTorch does not load: {done.stderr.strip()[-300:]}")
+    if not platform_version:
+        raise EnvironmentFailed(
+            f"--torch cuda: pip found PyTorch {version}, which is built without CUDA: "
+            "pip config list shows where it looks (find-links come before an index)"
+        )
 
 
 def names_its_triton(python: Path) -> bool:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def test_pytorchs_cuda_build_brings_the_triton_that_it_names(
     monkeypatch.setattr(make_env, "run", run)
     monkeypatch.setattr(make_env, "torch_arguments", lambda torch: ["torch"])
     monkeypatch.setattr(make_env, "names_its_triton", lambda python: cuda)
+    monkeypatch.setattr(make_env, "check_for_gpus", lambda python: None)
     make_env.make(tmp_path, "deps", ["cuda"], "cuda")
     everything = (make_env.ROOT / "constraints.txt").read_text("utf-8")
     first, second = given
@@ -114,6 +116,26 @@ def test_pytorchs_cuda_build_brings_the_triton_that_it_names(
     assert set(everything.splitlines()) - set(first.splitlines()) == {
         line for line in everything.splitlines() if line.startswith("triton==")
     }
+
+
+@pytest.mark.parametrize(
+    ("says", "error"), [("2.13.0+cu130 13.0", None), ("2.13.0+cpu ", "PyTorch 2.13.0\\+cpu, which is")]
+)
+def test_an_image_for_gpus_takes_no_pytorch_without_cuda(tmp_path: Path, says: str, error: str | None) -> None:
+    """A folder of wheels that pip is told of may hold a CPU build of the same version, and goes first."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{says}'\n")
+    python.chmod(0o755)
+    with pytest.raises(make_env.EnvironmentFailed, match=error) if error else nullcontext():
+        make_env.check_for_gpus(python)
+
+
+def test_a_pytorch_that_does_not_load_is_told(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ImportError: libcudart' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(make_env.EnvironmentFailed, match=r"does not load: ImportError: libcudart"):
+        make_env.check_for_gpus(python)
 
 
 def test_whether_pytorch_names_its_triton_is_asked_of_its_metadata(tmp_path: Path) -> None:
