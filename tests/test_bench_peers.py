@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from scripts.peers.install import Installation, Unavailable, last_words
-from scripts.peers.job import Job, Pass, Record, Request, answer, read_job, run_steps
+from scripts.peers.job import Job, Pass, Record, Request, answer, answer_in, read_job, run_steps
 from scripts.peers.results import Results, short_figures, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +88,15 @@ def test_results_are_kept_and_ratios_are_those_of_rounds(tmp_path: Path) -> None
     assert "| openvino-int8 | 3 | 90.0 | 10 / 20 | 10 / 20 | 2.00 x |" in text
     assert text.endswith("| vllm-bf16 | not run: no wheel |")
     assert "| carousel-int8 | 1 | 200.0 |" in table(again.runs, "single", ["carousel-int8"], {})
+
+
+def test_the_answer_is_found_behind_what_an_engine_says_last() -> None:
+    assert answer_in('loading\n{"offline": [[0.0, []]]}\nEngine core is shutting down\n{not this}\n') == {
+        "offline": [[0.0, []]]
+    }
+    for printed, said in (("", "printed nothing"), ("one\ntwo {}", "printed one two {}")):
+        with pytest.raises(ValueError, match=said):
+            answer_in(printed)
 
 
 def test_a_peer_that_does_not_install_says_why(tmp_path: Path) -> None:

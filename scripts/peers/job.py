@@ -2,11 +2,13 @@
 
 A job is a JSON file: ``model``, ``precision``, ``threads``, ``batch`` and ``passes``, each a name, requests and a
 concurrency (0: requests arrive at their times; else so many at once, each as soon as one has ended). The answer is the
-last line of standard output: for each pass a list of [arrival, [[time, tokens], ...]], seconds since the pass began.
+last line of standard output that is a JSON object: for each pass a list of [arrival, [[time, tokens], ...]], in seconds
+since the pass began.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -78,6 +80,19 @@ def read_job(path: str) -> Job:
         for one in job["passes"]
     ]
     return Job(job["model"], job["precision"], job["threads"], passes, job["batch"])
+
+
+def answer_in(printed: str) -> dict[str, Any]:
+    """The answer in what a contestant printed: an engine may print its farewells after it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for line in reversed(printed.splitlines()):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
+    raise ValueError(f"it gave no figures; it printed {' '.join(printed.split())[-300:] or 'nothing'}")
 
 
 def answer(job: Job, run: Callable[[Pass], list[Record]]) -> None:
