@@ -47,6 +47,12 @@ def add_options(parser: Any) -> None:
 
     add("--protocol", "chat", f"what to speak: {', '.join(PROTOCOLS)}; several by commas", type=_protocols)
     add("--model", "", "the model's name; the server's first one if not given")
+    add(
+        "--api-key",
+        "",
+        "sent with every call as a bearer token; in the variable it stays out of the list of processes",
+        include_in_web_ui=False,
+    )
     add("--openai-path", "/v1", "where OpenAI's API is mounted on the host")
     add("--grpc-target", "", f"HOST:PORT of gRPC; port {GRPC_PORT} of the host if not given")
     add(
@@ -76,6 +82,11 @@ def add_options(parser: Any) -> None:
     )
     add("--junit", "", "write the verdicts on --slo as JUnit XML to this file", include_in_web_ui=False)
     add("--tokens-json", "", "write the token statistics, with their histograms, to this file", include_in_web_ui=False)
+
+
+def authorization(options: Any) -> dict[str, str]:
+    """The header of ``--api-key``; lower case, as gRPC's metadata wants it."""
+    return {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
 
 
 def slos_of(options: Any) -> list[Slo]:

@@ -18,7 +18,7 @@ from carousel.bench.workload import WorkloadError
 from loadtest import report, slo, web
 from loadtest.arrivals import ArrivalError
 from loadtest.figures import Board
-from loadtest.options import add_options, problems, slos_of
+from loadtest.options import add_options, authorization, problems, slos_of
 from loadtest.protocols import Target
 from loadtest.shapes import TrafficShape
 from loadtest.traffic import Traffic
@@ -109,7 +109,8 @@ class Plugin:
         if not host:
             raise Unusable("--host is missing: the server's address, such as http://127.0.0.1:8080")
         try:
-            answer = requests.get(f"{host.rstrip('/')}{path}/models", timeout=_HTTP_SECONDS)
+            url = f"{host.rstrip('/')}{path}/models"
+            answer = requests.get(url, headers=authorization(self.options), timeout=_HTTP_SECONDS)
             listed = answer.json()
             names = [entry["id"] for entry in listed.get("data") or []] + list(listed.get("models") or [])
             if not names:
@@ -121,7 +122,8 @@ class Plugin:
     def _scrape(self) -> scrape.Scrape | None:
         """What the server's ``/metrics`` says, or None where there is no such page."""
         try:
-            answer = requests.get(f"{(self.environment.host or '').rstrip('/')}/metrics", timeout=_HTTP_SECONDS)
+            url = f"{(self.environment.host or '').rstrip('/')}/metrics"
+            answer = requests.get(url, headers=authorization(self.options), timeout=_HTTP_SECONDS)
             return scrape.parse(answer.text) if answer.status_code == 200 else None
         except (requests.RequestException, ValueError):
             return None

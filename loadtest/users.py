@@ -18,7 +18,7 @@ from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from carousel.bench.workload import WorkItem, headers_of
 from loadtest import oip, protocols
 from loadtest.figures import Observation
-from loadtest.options import grpc_target
+from loadtest.options import authorization, grpc_target
 from loadtest.protocols import AnswerError, Target
 from loadtest.traffic import Traffic
 
@@ -111,6 +111,10 @@ class _Sender(User):
         """
         raise NotImplementedError
 
+    def headers_of(self, item: WorkItem) -> dict[str, str]:
+        """What goes with the request beside its body."""
+        return headers_of(item) | authorization(self.environment.parsed_options)
+
     def _tell_locust(self, seen: Observation) -> None:
         """The request as locust's request event; its single times as entries of locust's statistics, without a part in
         the total, which counts requests."""
@@ -154,7 +158,7 @@ class _HttpUser(_Sender, FastHttpUser):
         response = self.client.post(
             protocols.path_of(self.protocol, target),
             json=protocols.body_of(self.protocol, item, target),
-            headers={"Accept-Encoding": "identity", **headers_of(item)},
+            headers={"Accept-Encoding": "identity", **self.headers_of(item)},
             stream=True,
             catch_response=True,
         )
@@ -226,7 +230,7 @@ class _GrpcUser(_Sender):
         return oip.infer_request(target.model, item.prompt, parameters)
 
     def send(self, item: WorkItem, seen: Observation, traffic: Traffic, target: Target) -> None:
-        metadata = list(headers_of(item).items())
+        metadata = list(self.headers_of(item).items())
         try:
             self.call(self._request(item, target), metadata, seen, traffic)
         except grpc.RpcError as error:

@@ -1,6 +1,7 @@
 """Run the end-to-end tests against a Kubernetes, and leave nothing running.
 
-With KUBECONFIG set: against that cluster, whose nodes must have the image CAROUSEL_E2E_IMAGE (carousel:demo). Else with
+With KUBECONFIG set: against that cluster, whose nodes must have the images CAROUSEL_E2E_IMAGE (carousel:demo) and, for
+the load test, CAROUSEL_E2E_LOAD_IMAGE (without it that test is skipped). Else with
 the project's cluster kit, which starts a real one on this machine and builds the image: found by CAROUSEL_CLUSTER_KIT,
 or as ../shared/cluster beside this checkout or beside the one that it was cloned from. The kit needs root.
 
@@ -23,6 +24,7 @@ from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = "carousel:demo"
+LOAD_IMAGE = "carousel-loadtest:0.1.0"
 SMOKE_SECONDS = 420.0
 STATE = Path(os.environ.get("CLUSTER_HOME", "/tmp/carousel-cluster"))  # the kit's own default
 
@@ -116,6 +118,7 @@ def with_kit(kit: Path, options: argparse.Namespace) -> int:
         "KUBECONFIG": str(STATE / "kubeconfig"),
         "PATH": f"{STATE / 'bin'}:{os.environ['PATH']}",
         "CAROUSEL_E2E_IMAGE": IMAGE,
+        "CAROUSEL_E2E_LOAD_IMAGE": LOAD_IMAGE,
     }
     steps = Steps(SMOKE_SECONDS if options.smoke else None, environment)
     was_up = answers(environment)
@@ -123,6 +126,9 @@ def with_kit(kit: Path, options: argparse.Namespace) -> int:
         steps.run("start the cluster", kit / "up", of_kit=True)
         if not options.no_build:
             steps.run("build the image", kit / "build-image", ROOT, "--target", "demo", "-t", IMAGE)
+            if not options.smoke:
+                file = ROOT / "loadtest" / "Dockerfile"
+                steps.run("build the load test's image", kit / "build-image", ROOT, "-f", file, "-t", LOAD_IMAGE)
         steps.run("KServe's kinds and controller", kit / "kserve" / "kserve-up", of_kit=True)
         if not options.smoke:
             for name in ("metrics-up", "keda-up", "prometheus-up"):

@@ -151,7 +151,7 @@ def pod_templates(documents: list[Doc]) -> Iterator[tuple[str, Doc, Doc]]:
     """(name, labels, pod spec) of everything that becomes pods."""
     for one in documents:
         name, spec = f"{one['kind']}/{one['metadata']['name']}", one.get("spec", {})
-        if one["kind"] == "Deployment":
+        if one["kind"] in ("Deployment", "Job"):
             yield name, spec["template"]["metadata"]["labels"], spec["template"]["spec"]
         elif one["kind"] == "Pod":
             yield name, one["metadata"]["labels"], spec

@@ -69,6 +69,13 @@ MATRIX: dict[str, dict[str, Any]] = {
         "networkPolicy": {"enabled": True, "allowDownloads": False},
         "settings": {"pod_deletion_cost": True},
     },
+    "load test": {"loadTest": {"enabled": True}},
+    "load test with a key, over TLS": {
+        "loadTest": {"enabled": True, "args": ["--protocol=infer"], "apiKeySecret": {"name": "load-key"}},
+        "apiKeys": {"keys": ["0123456789abcdef=gold"]},
+        "tls": {"secretName": "cert"},
+        "networkPolicy": {"enabled": True, "from": [{"podSelector": {}}]},
+    },
     "deletion cost": {"settings": {"pod_deletion_cost": True}, "networkPolicy": {"enabled": True}},
     "an account of one's own": {"serviceAccount": {"create": False, "name": "mine"}},
     "the default account": {"serviceAccount": {"create": False}},

@@ -38,6 +38,7 @@ BUILT_IN = {
     "NetworkPolicy": client.V1NetworkPolicy,
     "HorizontalPodAutoscaler": client.V2HorizontalPodAutoscaler,
     "Pod": client.V1Pod,
+    "Job": client.V1Job,
 }
 #: Of the Prometheus operator's API, what the chart may use.
 _SECRET_KEY = {"type": "object", "additionalProperties": False, "properties": {"name": {}, "key": {}}}
@@ -309,5 +310,13 @@ def test_nothing_but_the_chart_is_packed(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
     with tarfile.open(next(tmp_path.glob("*.tgz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    expected = {"Chart.yaml", "README.md", ".helmignore", "values.yaml", "values.schema.json", "files/check.py"}
+    expected = {
+        "Chart.yaml",
+        "README.md",
+        ".helmignore",
+        "values.yaml",
+        "values.schema.json",
+        "files/check.py",
+        "files/wait.py",
+    }
     assert {name for name in names if not name.startswith("templates/")} == expected | {"dashboards/carousel.json"}

@@ -75,6 +75,17 @@ CONTRADICTIONS: list[tuple[Doc, tuple[str, ...]]] = [
         ("updateStrategy.maxSurge", "updateStrategy.maxUnavailable"),
     ),
     ({"settings": {"http_port": 80}}, ("settings.http_port", "80")),
+    (
+        {"loadTest": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}},
+        ("loadTest.apiKeySecret.name", "loadTest.enabled"),
+    ),
+    (
+        {
+            "loadTest": {"enabled": True},
+            "tls": {"secretName": "a", "clientCertificates": True, "clientSecretName": "b"},
+        },
+        ("loadTest.enabled", "tls.clientCertificates"),
+    ),
     ({"settings": {"http_port": 8081}}, ("settings.http_port", "settings.grpc_port")),
     (merged(ISVC, {"service": {"type": "NodePort"}}), ("service.type NodePort", "inferenceservice")),
     ({"inferenceService": {"annotations": {"a": "b"}}}, ("inferenceService.annotations", "podAnnotations")),

@@ -467,3 +467,39 @@ def test_reviews_of_tokens_have_the_right_they_need() -> None:
     binding = the(render(values), "ClusterRoleBinding")
     assert binding["roleRef"]["name"] == "system:auth-delegator"
     assert the(render(values), "Deployment")["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
+
+
+def load_job(values: Doc | None = None) -> Doc:
+    return the(render(merged({"loadTest": {"enabled": True}}, values or {})), "Job")
+
+
+def test_a_load_test_asks_the_service_for_the_model_and_tells_objectives_by_its_exit_code() -> None:
+    assert "Job" not in kinds(render())
+    job = load_job({"settings": {"model_name": "mine"}, "loadTest": {"args": ["--protocol=infer", "--slo=errors=0"]}})
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    url = f"http://chat-carousel.{NAMESPACE}.svc:80"
+    assert container["args"] == [
+        "--headless", "--only-summary", f"--host={url}", "--model=mine", "--protocol=infer", "--slo=errors=0",
+    ]  # fmt: skip
+    assert (job["spec"]["backoffLimit"], spec["restartPolicy"]) == (0, "Never")
+    assert env_of(spec["initContainers"][0])["URL"] == url
+    assert "env" not in container
+
+
+def test_other_values_make_another_load_test() -> None:
+    """A Job cannot be changed: an upgrade would fail."""
+    names = [
+        load_job(values)["metadata"]["name"]
+        for values in ({}, {"replicas": 2}, {"loadTest": {"args": ["--rate=3"]}}, {"settings": {"model_name": "mine"}})
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
+def test_a_load_test_sends_the_key_of_a_secret() -> None:
+    keys: Doc = {"apiKeys": {"existingSecret": "keys"}}
+    job = load_job(merged(keys, {"loadTest": {"apiKeySecret": {"name": "load", "key": "k"}}}))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable == {"name": "LOADTEST_API_KEY", "valueFrom": {"secretKeyRef": {"name": "load", "key": "k"}}}

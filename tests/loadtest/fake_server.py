@@ -42,7 +42,7 @@ class Fake:
             self.refused += 1
             return None
         tenant, priority = headers.get("x-carousel-tenant"), headers.get("x-carousel-priority")
-        record: list[Any] = [protocol, time.monotonic(), [], tenant, priority]
+        record: list[Any] = [protocol, time.monotonic(), [], headers.get("authorization"), tenant, priority]
         self.seen.append(record)
         return record
 
@@ -59,7 +59,9 @@ class Fake:
 
     # --- HTTP
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        if request.headers.get("authorization") == "Bearer wrong":
+            return web.json_response({"error": "no such key"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "fake"}]})
 
     async def metrics(self, _: web.Request) -> web.Response:

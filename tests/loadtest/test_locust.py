@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """One process, all protocols side by side."""
     folder = tmp_path_factory.mktemp("whole")
     with fake_server(folder, *DELAYS) as server:
-        words = ("--protocol", ",".join(PROTOCOLS), "--csv", str(folder / "stats"))
+        words = ("--protocol", ",".join(PROTOCOLS), "--csv", str(folder / "stats"), "--api-key", "a-key")
         slos = ("--slo", "ttft_p99=30s,errors=0", "--slo", "requests_per_second=0.01")
         ended = run(server, folder, *SIZE, *words, *slos)
     assert ended.code == 0, ended.err
@@ -115,6 +115,20 @@ def test_tenants_and_priorities_arrive_and_have_rows(whole: Whole) -> None:
         known = {("interactive", "0"), ("standard", "5"), ("batch", "10")}
         assert {(tenant, priority) for *_, tenant, priority in whole.of(protocol)} <= known
     assert counted(whole.ended) == truth()
+
+
+def test_the_api_key_goes_with_every_call(whole: Whole) -> None:
+    for protocol in PROTOCOLS:
+        assert {key for *_, key, _, _ in whole.of(protocol)} == {"Bearer a-key"}
+    assert "a-key" not in whole.ended.out + whole.ended.err
+
+
+def test_a_wrong_api_key_is_told(tmp_path: Path) -> None:
+    with fake_server(tmp_path) as server:
+        ended = run(server, tmp_path, "--requests", "1", "--api-key", "wrong")
+    assert ended.code == 2
+    assert "HTTP 401" in ended.err
+    assert server.sent == []
 
 
 def test_token_times_are_locust_metrics_without_a_part_in_its_total(whole: Whole) -> None:

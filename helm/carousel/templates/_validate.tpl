@@ -34,6 +34,12 @@ scaler.activator.enabled without a scaler: it needs autoscaling.type keda and au
 {{- if and $v.scaler.activator.enabled (has (int $v.scaler.activator.port) (list 9095 9096)) }}
 scaler.activator.port {{ $v.scaler.activator.port }} is the scaler's own: 9095 serves KEDA, 9096 health and metrics
 {{- end }}
+{{- if and $v.loadTest.enabled $v.tls.clientCertificates }}
+loadTest.enabled contradicts tls.clientCertificates: the load test has no certificate to show
+{{- end }}
+{{- if and $v.loadTest.enabled (include "carousel.apiKeysSecret" .) (not $v.loadTest.apiKeySecret.name) }}
+loadTest.enabled without loadTest.apiKeySecret.name: the server asks for a key
+{{- end }}
 {{- if and $v.gpu.enabled (eq (toString $s.device) "cpu") }}
 settings.device cpu contradicts gpu.enabled
 {{- end }}
