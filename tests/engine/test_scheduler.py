@@ -394,18 +394,35 @@ def test_prompts_do_not_crawl_where_the_decodes_alone_miss_the_target() -> None:
     assert 30 <= scheduled(bench)["long"] <= 42
 
 
+def bench_with_streams(*, protect: bool) -> Bench:
+    """Four streams; a step takes 50 ms and 1 more for each token, and its target is 400."""
+    bench = Bench(num_blocks=512, max_batch_tokens=512, max_batch_sequences=12)
+    object.__setattr__(bench.scheduler.limits, "target_step_s", 0.4)
+    object.__setattr__(bench.scheduler.limits, "protect_streams", protect)
+    for tokens in (1, 16, 64, 200) * 8:
+        bench.scheduler.cost_model.observe(tokens, tokens * 10, 0.05 + tokens * 0.001)
+    bench.scheduler.cost_model.observe = lambda *args: None  # type: ignore[method-assign]
+    for number in range(4):
+        bench.submit(request(f"stream{number}", max_tokens=60))
+    bench.step()
+    return bench
+
+
+def test_a_long_prompt_hardly_slows_the_streams_to_its_end() -> None:
+    bench = bench_with_streams(protect=True)
+    bench.submit(request("long", prompt_len=600, max_tokens=2))
+    chunks = []
+    while sum(chunks) < 600:
+        bench.step()
+        chunks.append(scheduled(bench)["long"])
+    assert sum(chunks) == 600
+    assert max(chunks) <= 24
+
+
 def test_one_long_prompt_hardly_slows_the_streams_of_many_and_many_prompts_go_first() -> None:
     chunks: dict[int | str, int] = {}
     for waiting, protect, length in ((1, True, 600), (6, True, 600), (1, False, 600), (1, True, 400)):
-        bench = Bench(num_blocks=512, max_batch_tokens=512, max_batch_sequences=12)
-        object.__setattr__(bench.scheduler.limits, "target_step_s", 0.4)
-        object.__setattr__(bench.scheduler.limits, "protect_streams", protect)
-        for tokens in (1, 16, 64, 200) * 8:
-            bench.scheduler.cost_model.observe(tokens, tokens * 10, 0.05 + tokens * 0.001)
-        bench.scheduler.cost_model.observe = lambda *args: None  # type: ignore[method-assign]
-        for number in range(4):
-            bench.submit(request(f"stream{number}", max_tokens=60))
-        bench.step()
+        bench = bench_with_streams(protect=protect)
         for number in range(waiting):
             bench.submit(request(f"long{number}", prompt_len=length, max_tokens=2))
         bench.step()

@@ -315,8 +315,11 @@ class Scheduler:
         return budget
 
     def _prompts_are_long(self, num_prompts: int) -> bool:
-        """Whether the prompts that are not computed yet, so many, are longer on average than a step may be."""
-        running = sum(s.num_uncomputed_tokens for s in self.running if s.num_uncomputed_tokens > 1)
+        """Whether the prompts that are not computed yet, so many, are longer on average than a step may be.
+
+        They count whole, however much of them is done: a long prompt would stretch the steps of its end.
+        """
+        running = sum(s.num_tokens - s.num_cached_tokens for s in self.running if s.num_uncomputed_tokens > 1)
         return running + sum(s.num_tokens for s in self.policy) > num_prompts * self.limits.max_batch_tokens
 
     def _prefill(self, step: Schedule, sequence: Sequence, budget: int) -> int:
