@@ -49,7 +49,7 @@ feel it little, and prompts would otherwise crawl. While fewer sequences wait fo
 long prompts get no more than that, with ``protect_streams``: what a longer chunk saves the few costs every one of the
 many. Long are those that, on average, do not fit a single step: shorter ones are over at once, and would only wait."""
 
-MIN_CHUNK = 16
+MIN_CHUNK = 8
 """Prompt tokens that a step computes even when the decodes alone use up its time: prompts always get on."""
 
 
