@@ -71,7 +71,7 @@ def counted(ended: Ended) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("protocol", ["chat", "completions", "generate", "grpc-stream"])
 def test_statistics_of_streams_are_the_servers_own(protocol: str, whole: Whole) -> None:
     row, sent = whole.ended.row(protocol), whole.of(protocol)
-    tokens = [times for _, _, times, _, _ in sent]
+    tokens = [times for _, _, times, *_ in sent]
     assert row["requests"] == len(sent) > 3
     assert row["output_tokens"] == sum(map(len, tokens)) == row["histograms"]["itl"]["count"] + len(sent)
     assert (row["failures"], row["unfinished"]) == (0, 0)
@@ -83,7 +83,7 @@ def test_statistics_of_streams_are_the_servers_own(protocol: str, whole: Whole) 
     assert row["wall"] == pytest.approx(wall, rel=0.25)
     assert row["output_tokens_per_second"] * row["wall"] == pytest.approx(row["output_tokens"])
     # From when it was due: what the server took, and what the generator was late.
-    served = statistics.fmean(times[0] - received for _, received, times, _, _ in sent)
+    served = statistics.fmean(times[0] - received for _, received, times, *_ in sent)
     assert row["ttft"]["mean"] >= served
     assert row["ttft"]["mean"] - row["lag"]["mean"] == pytest.approx(served, rel=0.5)
     assert row["e2e"]["mean"] > row["ttft"]["mean"]
@@ -92,8 +92,8 @@ def test_statistics_of_streams_are_the_servers_own(protocol: str, whole: Whole) 
 @pytest.mark.parametrize("protocol", ["infer", "grpc"])
 def test_whole_answers_have_no_invented_token_times(protocol: str, whole: Whole) -> None:
     row, sent = whole.ended.row(protocol), whole.of(protocol)
-    assert row["output_tokens"] == sum(len(times) for _, _, times, _, _ in sent)
-    served = statistics.fmean(times[-1] - received for _, received, times, _, _ in sent)
+    assert row["output_tokens"] == sum(len(times) for _, _, times, *_ in sent)
+    served = statistics.fmean(times[-1] - received for _, received, times, *_ in sent)
     assert row["e2e"]["mean"] - row["lag"]["mean"] == pytest.approx(served, rel=0.5)
     assert row["ttft"]["mean"] is row["itl"]["mean"] is row["tpot"]["mean"] is None
 
@@ -158,7 +158,7 @@ def test_a_stall_shows_in_the_latency_of_everybody_who_was_due_meanwhile(tmp_pat
     assert ttft["max"] > 1.2
     assert ttft["p90"] > 0.9
     # The same as the server saw it, from when each request reached it.
-    waited = [times[0] - received for _, received, times, _, _ in server.sent]
+    waited = [times[0] - received for _, received, times, *_ in server.sent]
     assert ttft["mean"] >= statistics.fmean(waited)
 
 
@@ -168,7 +168,7 @@ def test_a_closed_loop_keeps_so_many_in_flight(tmp_path: Path) -> None:
         ended = run(server, tmp_path, *words)
     assert ended.code == 0, ended.err
     assert len(server.sent) == 15
-    spans = [(received, times[-1]) for _, received, times, _, _ in server.sent]
+    spans = [(received, times[-1]) for _, received, times, *_ in server.sent]
     assert max(sum(begin <= at < end for begin, end in spans) for at, _ in spans) == 3
 
 
@@ -229,7 +229,7 @@ def test_a_master_with_two_workers_equals_one_process(tmp_path: Path, whole: Who
     for metric, count in (("ttft", 72), ("e2e", 72), ("itl", row["output_tokens"] - 72)):
         histogram = row["histograms"][metric]
         assert histogram["count"] == sum(times for _, times in histogram["buckets"]) == count, metric
-    gaps = [after - before for _, _, times, _, _ in server.sent for before, after in pairwise(times)]
+    gaps = [after - before for _, _, times, *_ in server.sent for before, after in pairwise(times)]
     assert row["itl"]["mean"] == pytest.approx(statistics.fmean(gaps), rel=0.25)
     assert ended.row("chat")["queue"]["p50"] == pytest.approx(0.25)
 
