@@ -465,7 +465,8 @@ def test_python_costs_little_beside_the_operators(monkeypatch: pytest.MonkeyPatc
     sampler = Sampler(VOCAB, "cpu")
 
     def step(rows: int) -> None:
-        for seq, token in zip(sequences, sampler.sample(noise(rows), sequences[:rows]), strict=False):
+        several = sequences[:rows]
+        for seq, token in zip(several, sampler.sample(noise(rows), several), strict=True):
             grow(seq, token.token_id)
 
     step(64)  # what is made once
