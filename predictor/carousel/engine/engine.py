@@ -385,7 +385,7 @@ class Engine:
         stream = RequestStream(request_id, len(prompt_ids), len(live.sequences), lambda: self.cancel(request_id))
         self._clients[request_id] = _Client(stream, loop, live)
         if not self._command(lambda core: core.add(live)):
-            del self._clients[request_id]
+            self._clients.pop(request_id, None)  # whoever abandons them may have been here
             self._ledger.left(live.account, FinishReason.ERROR)
             raise EngineUnavailable(f"the engine has failed: {self.failure}")
         return stream
