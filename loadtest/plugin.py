@@ -104,13 +104,16 @@ class Plugin:
         if self.is_worker:
             self.runner.send_message(_DONE, {"run": self.run, "error": why})
 
+    def _get(self, path: str) -> requests.Response:
+        host = (self.environment.host or "").rstrip("/")
+        return requests.get(host + path, headers=authorization(self.options), timeout=_HTTP_SECONDS)
+
     def _find_model(self) -> str:
         host, path = self.environment.host or "", self.options.openai_path
         if not host:
             raise Unusable("--host is missing: the server's address, such as http://127.0.0.1:8080")
         try:
-            url = f"{host.rstrip('/')}{path}/models"
-            answer = requests.get(url, headers=authorization(self.options), timeout=_HTTP_SECONDS)
+            answer = self._get(f"{path}/models")
             listed = answer.json()
             names = [entry["id"] for entry in listed.get("data") or []] + list(listed.get("models") or [])
             if not names:
@@ -122,8 +125,7 @@ class Plugin:
     def _scrape(self) -> scrape.Scrape | None:
         """What the server's ``/metrics`` says, or None where there is no such page."""
         try:
-            url = f"{(self.environment.host or '').rstrip('/')}/metrics"
-            answer = requests.get(url, headers=authorization(self.options), timeout=_HTTP_SECONDS)
+            answer = self._get("/metrics")
             return scrape.parse(answer.text) if answer.status_code == 200 else None
         except (requests.RequestException, ValueError):
             return None

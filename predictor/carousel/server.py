@@ -6,7 +6,6 @@ everything that imports it therefore stays out of this module's own imports.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -39,17 +38,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def load_engine(settings: Settings) -> EngineLike:
     """Fetch and load the model, start the engine and warm it up. Blocking; imports torch.
 
-    What lives by then lives as long as the process, and is taken out of the garbage collector's rounds: a full one
-    would stop every stream for as long as it takes to look at some 300,000 objects.
-
     Raises:
         Exception: with a message that says what could not be done.
     """
-    from carousel.standalone import fetch, load, start_engine
+    from carousel.standalone import fetch, load, spare_what_lives, start_engine
 
     engine = start_engine(load(fetch(settings), settings), settings)
-    gc.collect()
-    gc.freeze()
+    spare_what_lives()
     return engine
 
 

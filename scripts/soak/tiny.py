@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VOCAB, EOS = 320, 256
 MAX_LEN = 2048
 _HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 32, 64, 2, 4, 2
-_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write the files of a tokenizer that has a token for each byte, as transformers reads them."""
+def byte_tokenizer(*, words: bool) -> Tokenizer:
+    """A token for each byte, and one for the end.
+
+    ``words``: a prompt is cut at them first. The tokenizer caches each "word" that it has seen, and else a whole prompt
+    is one.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    # Words of their own: the tokenizer caches each "word" that it has seen, and a whole prompt would be one.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
     backend.add_tokens([f"<{i}>" for i in range(VOCAB - EOS - 1)])
-    backend.save(str(folder / "tokenizer.json"))
+    return backend
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write the files of a tokenizer that has a token for each byte, as transformers reads them."""
+    byte_tokenizer(words=True).save(str(folder / "tokenizer.json"))
     settings = {
         "eos_token": "<|end|>",
-        "chat_template": _TEMPLATE,
+        "chat_template": TEMPLATE,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }

@@ -36,13 +36,17 @@ def sampled(ids: list[int], max_tokens: int = LENGTH, **params: object) -> Gener
     return GenerationRequest(prompt=ids, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params))  # type: ignore[arg-type]
 
 
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("not true within 30 s")
+
+
 async def settled(engine: Engine) -> EngineStats:
     """The stats once nothing is live, and no step in flight holds blocks."""
-    for _ in range(500):
-        stats = engine.stats()
-        if stats.live == 0 and stats.num_tokens_running == 0:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.stats().live == engine.stats().num_tokens_running == 0)
     stats = engine.stats()
     assert stats.live == 0
     assert stats.admitted == sum(stats.finished.values())
@@ -444,14 +448,6 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
     yield event
     event.set()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("not true within 30 s")
 
 
 async def test_a_stuck_step_is_not_alive(new_engine, go_on) -> None:

@@ -7,9 +7,9 @@ import functools
 from pathlib import Path
 from unittest.mock import patch
 
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+from scripts.soak import tiny as soak
+from scripts.soak.tiny import EOS, VOCAB
 
 from carousel.config import Settings
 from carousel.engine.engine import Engine
@@ -19,8 +19,6 @@ from carousel.models.loader import LoadedModel
 from carousel.models.tokenizer import Tokenizer
 from carousel.models.weights import DictSource
 
-EOS = 256
-VOCAB = 320
 MAX_LEN = 512
 
 
@@ -74,14 +72,8 @@ def _weights(config: DecoderConfig) -> dict[str, torch.Tensor]:
 
 def byte_tokenizer() -> Tokenizer:
     """One token per byte, plus an end-of-text token: multi-byte characters always span tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
-    backend.add_tokens([f"<{i}>" for i in range(VOCAB - EOS - 1)])
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    return Tokenizer(backend, special_tokens={"eos_token": "<|end|>"}, templates={"default": template}, eos_ids=[EOS])
+    backend, templates = soak.byte_tokenizer(words=False), {"default": soak.TEMPLATE}
+    return Tokenizer(backend, special_tokens={"eos_token": "<|end|>"}, templates=templates, eos_ids=[EOS])
 
 
 @functools.cache

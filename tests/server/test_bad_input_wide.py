@@ -13,6 +13,8 @@ import httpx
 import pytest
 from tests.server.tiny_server import CHAT, INFER, PREDICT, TEXT, Neighbour, TinyServer, lone_answer, tiny_server
 
+from carousel.standalone import spare_what_lives
+
 JSON = {"content-type": "application/json"}
 MANY = 100_000
 TENSOR = {"name": "text_input", "datatype": "BYTES"}
@@ -53,8 +55,7 @@ TOO_MUCH = {
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[TinyServer]:
     with tiny_server() as running:
-        gc.collect()
-        gc.freeze()  # as a server does when it is ready: the test runner's own objects are many
+        spare_what_lives()  # as a server does when it is ready: the test runner's own objects are many
         yield running
         gc.unfreeze()
         running.expect_clean()

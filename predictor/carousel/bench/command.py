@@ -18,6 +18,7 @@ from carousel.bench.options import BenchOptions
 from carousel.bench.workload import Workload, WorkloadError, built_in_workload, load_workload
 from carousel.config import Settings, declared_settings, raise_problems, read_settings
 from carousel.options import Parsed, help_text
+from carousel.standalone import spare_what_lives
 
 if TYPE_CHECKING:
     from carousel.bench.profile import Profile
@@ -262,8 +263,7 @@ class _EngineBench:
             self._profile.begin()
             engine.timeline.observers.append(self._profile)
         self._facts = {"model": engine.model_name, "max_model_len": engine.max_model_len}
-        gc.collect()
-        gc.freeze()  # as a server does when it is ready
+        spare_what_lives()  # as a server does when it is ready
 
     async def _run_once(self, mode: str, rate: float, turn: int) -> dict[str, Any]:
         options, engine, workload = self.options, self._engine, self.workload
