@@ -6,6 +6,8 @@ The library is plain C and knows neither Python nor PyTorch, so that one wheel s
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
@@ -31,10 +33,8 @@ setup(
     ext_modules=[
         Extension(
             "carousel_kernels.cpu._native",
-            sources=[f"{NATIVE}/carousel_native.c", f"{NATIVE}/quant.c"],
-            depends=[
-                f"{NATIVE}/{name}.h" for name in ("half_kernels", "kernels", "linear", "parallel", "quant_kernels")
-            ],
+            sources=[f"{NATIVE}/{name}.c" for name in ("attention", "carousel_native", "layers", "quant")],
+            depends=[str(path) for path in sorted(Path(NATIVE).glob("*.h"))],
             # No -march: the widest vectors are chosen where the library is loaded. -ffp-contract: fused multiply-add.
             extra_compile_args=[
                 "-std=gnu11",

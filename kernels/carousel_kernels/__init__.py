@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -48,7 +48,7 @@ __all__ = [
     "add_lora_",
     "add_rms_norm",
     "available_backends",
-    "fuse_layer",
+    "fuse_layers",
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant",
     "gumbel_noise",
@@ -421,9 +421,9 @@ def prepare_half_linear(weight: HalfWeight) -> Callable[[torch.Tensor], torch.Te
     return _preparing(weight.codes).prepare_half_linear(weight)
 
 
-def fuse_layer(parts: LayerParts) -> fused.FusedLayer | None:
-    """The parts of a layer as one function, where the CPU backend can; None elsewhere. See ``layers_are_fused``."""
-    return fused.fuse_layer(parts) if _backend(parts.attention_norm) is cpu else None
+def fuse_layers(parts: Sequence[LayerParts]) -> fused.FusedLayers | None:
+    """The parts of all layers as one function, where the CPU backend can; None elsewhere. See ``layers_are_fused``."""
+    return fused.fuse_layers(parts) if _backend(parts[0].attention_norm) is cpu else None
 
 
 def layers_are_fused() -> bool:

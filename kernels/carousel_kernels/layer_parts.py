@@ -1,4 +1,4 @@
-"""What a decoder's layer consists of, for backends that compute all of it at once."""
+"""What a decoder's layer consists of, for backends that compute all of them at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ _Linear = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Norm, attention with rotary embedding, norm, gated MLP; nothing else. ``activation`` is "silu" or "gelu_tanh"."""
+    """Norm, attention, norm, gated MLP, and where they are not None, norms of each query's and key's head and of what a
+    branch adds. ``activation`` is "silu" or "gelu_tanh"."""
 
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    post_attention_norm: torch.Tensor | None
+    post_mlp_norm: torch.Tensor | None
     qkv: _Linear
     output: _Linear
     gate_up: _Linear

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels.batches import CPU_BACKENDS, Batch, make_batch
 
 import carousel_kernels as ck
+from carousel_kernels.cpu import native
 
 CPU = pytest.mark.parametrize("backend", ["cpu", "cpu-torch"])
 
@@ -98,13 +99,15 @@ def test_cpu_equals_reference(
     dtypes: tuple[torch.dtype, torch.dtype],
     seed: int,
 ) -> None:
-    """Queries and cache of one type, or queries in float32 over a cache in bfloat16."""
+    """Queries and cache of one type, or queries in float32 over a cache in bfloat16. Dot products of bfloat16, which
+    round more, have their test in test_native."""
     dtype, cached = dtypes
     batch = make_batch(
         sequences, num_heads=heads[0], num_kv_heads=heads[1], dim=dim, dtype=dtype, cache_dtype=cached, seed=seed
     )
     options = {"scale": dim**-0.5, "sliding_window": window, "softcap": softcap}
-    got, expected = run(batch, backend, **options), run(batch, "reference", **options)
+    with native.limited(0):
+        got, expected = run(batch, backend, **options), run(batch, "reference", **options)
     assert got.dtype == dtype
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2  # the rounding of the result
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

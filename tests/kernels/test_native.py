@@ -24,13 +24,13 @@ ONE_OR_TWO = st.sampled_from([1, 2])
 
 
 @contextmanager
-def compiled(bits: int, threads: int) -> Iterator[None]:
+def compiled(bits: int, threads: int, dots: bool = False) -> Iterator[None]:
     if native.vector_bits() < bits:
         pytest.skip(f"no vectors of {bits} bits")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with native.limited(bits), torch.inference_mode():
+        with native.limited(bits, dots), torch.inference_mode():
             assert native.vector_bits() == bits
             yield
     finally:
@@ -182,6 +182,19 @@ def test_gates_far_from_zero(bits: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def test_fewer_threads_than_asked_for_do_not_wait_for_more() -> None:
+    code = (
+        "import torch\nfrom carousel_kernels.cpu.native_layer import float_layer\n"
+        "torch.set_num_threads(2)\nassert torch.get_num_threads() == 2\n"
+        "torch.manual_seed(0)\nw, x = torch.randn(512, 256), torch.randn(70, 256)\n"
+        "print(torch.allclose(float_layer(w, None)(x), x @ w.t(), atol=1e-3))"
+    )
+    environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "True\n"
+
+
 def test_another_environment_does_without() -> None:
     code = (
         "import torch, carousel_kernels as ck\nfrom carousel_kernels.cpu import native\n"
@@ -210,3 +223,129 @@ def test_rope_writes_to_a_cache_of_bfloat16(bits: int, tokens: int, rotary: int,
     torch.testing.assert_close(q, turned, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(caches, expected, rtol=0.01, atol=0.001)  # a sum that rounds to the other neighbour
     assert torch.equal(caches[1], expected[1])
+
+
+@pytest.mark.skipif(not native.dots(), reason="no dot products of bfloat16")
+@settings(max_examples=80, deadline=None)
+@given(
+    sequences=st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 400), st.just(1)),
+            st.tuples(st.integers(0, 150), st.integers(2, 120)),
+            st.tuples(st.sampled_from([14, 15, 16, 47, 48, 63, 64, 65]), st.sampled_from([1, 2, 16, 17, 64])),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    heads=st.sampled_from([(1, 1), (9, 3), (2, 2), (5, 1), (8, 4), (14, 2), (32, 1)]),
+    dim=st.sampled_from([32, 64, 96, 128, 256, 48]),
+    window=st.none() | st.integers(1, 200),
+    softcap=st.none() | st.sampled_from([1.5, 50.0]),
+    threads=ONE_OR_TWO,
+    seed=st.integers(0, 1000),
+)
+def test_attention_by_dot_products_of_bfloat16(
+    sequences: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+    threads: int,
+    seed: int,
+) -> None:
+    """Weights are rounded to 8 bits, so each output is off by 2 ** -9 of what it averages at most."""
+    batch = make_batch(
+        sequences, num_heads=heads[0], num_kv_heads=heads[1], dim=dim, seed=seed, cache_dtype=torch.bfloat16
+    )
+    scale = dim**-0.5
+    batch.q = (batch.q * scale * math.log2(math.e)).bfloat16().float() / (scale * math.log2(math.e))
+    expected = reference(batch, scale=scale, sliding_window=window, softcap=softcap)
+    with compiled(512, threads, dots=True):
+        assert native.dots()
+        got = attend(batch, scale, window, softcap)
+    limit = 0.006 if softcap is None else 0.02  # queries are rounded after another factor then
+    assert (got - expected).abs().max() <= limit * max(1.0, float(batch.v_cache.float().abs().nan_to_num(0).max()))
+
+
+def sharing(batch: Batch, groups: list[tuple[int, int]]) -> Batch:
+    """Of the batch's decodes, group after group: so many that begin with the same blocks, and how many blocks."""
+    tables, contexts, first = batch.layout.block_tables, batch.layout.context_lens_host, 0
+    for count, blocks in groups:
+        for s in range(first + 1, min(first + count, batch.layout.num_decodes)):
+            same = min(blocks, (contexts[s] - 1) // 16, (contexts[first] - 1) // 16)
+            tables[s, :same] = tables[first, :same]
+        first += count
+    return batch
+
+
+KINDS_OF_VECTORS = [(128, False), (256, False), (512, False), (512, True)]
+
+
+@pytest.mark.parametrize(("bits", "dots"), KINDS_OF_VECTORS)
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.integers(100, 700), min_size=4, max_size=45),
+    groups=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
+    prompt=st.booleans(),
+    heads=st.sampled_from([(9, 3), (4, 4), (8, 1)]),
+    window=st.sampled_from([None, None, 200]),
+    softcap=st.none() | st.just(30.0),
+    half=st.booleans(),
+    threads=ONE_OR_TWO,
+    seed=st.integers(0, 1000),
+)
+def test_decodes_that_share_a_prefix(
+    bits: int,
+    dots: bool,
+    contexts: list[int],
+    groups: list[tuple[int, int]],
+    prompt: bool,
+    heads: tuple[int, int],
+    window: int | None,
+    softcap: float | None,
+    half: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    if dots and not native.dots():
+        pytest.skip("no dot products of bfloat16")
+    dtype = torch.bfloat16 if half else torch.float32
+    sequences = [(context, 1) for context in contexts] + [(30, 20)] * prompt
+    batch = make_batch(sequences, num_heads=heads[0], num_kv_heads=heads[1], dim=32, seed=seed, cache_dtype=dtype)
+    sharing(batch, groups)
+    expected = reference(batch, scale=0.2, sliding_window=window, softcap=softcap)
+    with compiled(bits, threads, dots):
+        got = attend(batch, 0.2, window, softcap)
+        again = attend(batch, 0.2, window, softcap)
+    if dots and half:
+        assert (got - expected).abs().max() <= 0.02 * max(1.0, float(batch.v_cache.float().nan_to_num(0).abs().max()))
+    else:
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(got, again)
+
+
+@pytest.mark.skipif(not native.dots(), reason="no dot products of bfloat16")
+def test_what_lies_beyond_a_sequence_is_not_read_as_a_number() -> None:
+    """Past the last key of a block may be anything, and a pair of values must not bring it in."""
+    batch = make_batch([(32, 1), (0, 21), (70, 3)], num_heads=4, num_kv_heads=2, dim=32, cache_dtype=torch.bfloat16)
+    with compiled(512, 2, dots=True):
+        expected = attend(batch, 0.2, None, None)
+    for s, context in enumerate(batch.layout.context_lens_host):
+        for position in range(context, -(-context // 16) * 16):
+            block = batch.layout.block_tables[s, position // 16]
+            batch.v_cache[block, position % 16] = float("nan")
+            batch.k_cache[block, position % 16] = float("nan")
+    with compiled(512, 2, dots=True):
+        assert torch.equal(attend(batch, 0.2, None, None), expected)
+
+
+@pytest.mark.skipif(not native.dots(), reason="no dot products of bfloat16")
+def test_dot_products_do_not_depend_on_the_batch() -> None:
+    batch = make_batch([(200, 1), (90, 1), (0, 40)], num_heads=9, num_kv_heads=3, dim=64, cache_dtype=torch.bfloat16)
+    alone = make_batch([(200, 1)], num_heads=9, num_kv_heads=3, dim=64, cache_dtype=torch.bfloat16)
+    alone.q[0] = batch.q[0]
+    for position in range(0, 201, 16):
+        there, here = batch.layout.block_tables[0, position // 16], alone.layout.block_tables[0, position // 16]
+        alone.k_cache[here], alone.v_cache[here] = batch.k_cache[there], batch.v_cache[there]
+    with compiled(512, 1, dots=True):
+        assert torch.equal(attend(alone, 0.125, None, None)[0], attend(batch, 0.125, None, None)[0])

@@ -28,6 +28,7 @@ __all__ = [
     "dense",
     "dot_products",
     "dot_products_of",
+    "dots",
     "fits",
     "gelu_tanh_mul",
     "indices",
@@ -45,7 +46,7 @@ __all__ = [
 NATIVE_VARIABLE = "CAROUSEL_NATIVE"
 """Environment variable; with the value 0 the compiled operators are not used."""
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Of the library's functions; grows with every change to what they take or compute."""
 
 _MAX_DIM = 256
@@ -56,17 +57,17 @@ _pointer, _int, _int64, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, 
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "carousel_abi": (_int, []),
-    "carousel_init": (_int, [_pointer, _int]),
+    "carousel_init": (_int, [_pointer, _pointer, _int, _int]),
+    "carousel_has_dots": (_int, []),
     "carousel_rms_norm": (None, [_pointer, _int64, _int64, _pointer, _pointer, _int64, _int, _float, _int]),
     "carousel_add_rms_norm": (None, [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int, _float, _int]),
     "carousel_gated": (None, [_pointer, _int64, _pointer, _int64, _int, _int, _int]),
     "carousel_rope_write": (None, [*[_pointer, _int64] * 3, *[_pointer] * 5, _int64, *[_int] * 6]),
-    "carousel_partials": (_int64, [_int, _int, _int]),
     "carousel_attention": (_int, [_pointer, _pointer, _pointer, _int64, _pointer, _pointer, _pointer]),
     "carousel_quant_init": (_int, [_int]),
     "carousel_half_products": (_int, []),
-    "carousel_layer_floats": (_int64, [_pointer]),
-    "carousel_layer": (_int, [_pointer] * 10),
+    "carousel_pass_bytes": (_int64, [_pointer]),
+    "carousel_layers": (_int, [_pointer]),
     "carousel_quant_linear": (_int, [_pointer, _pointer, _int64, _int64, _pointer, _int]),
 }
 
@@ -76,7 +77,6 @@ class _Batch(ctypes.Structure):
         ("query_start", _pointer),
         ("context_lens", _pointer),
         ("block_tables", _pointer),
-        ("partials", _pointer),
         ("table_stride", _int64),
         ("sequences", ctypes.c_int32),
         ("decodes", ctypes.c_int32),
@@ -115,26 +115,31 @@ def _load() -> Any:
     return None
 
 
-def _parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that PyTorch uses; LLVM's and Intel's have one as well."""
+def _runtime() -> tuple[int | None, int | None]:
+    """The addresses of GOMP_parallel and omp_get_num_threads in the OpenMP runtime that PyTorch uses; LLVM's and
+    Intel's have them as well."""
     try:
         loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
-        return None
+        return None, None
     own = str(Path(torch.__file__).parent)  # and torch.libs beside it: other packages may bring a runtime as well
     for name in _RUNTIMES:
         found = [path for path in loaded if Path(path).name.startswith(name)]
         for path in sorted(found, key=lambda path: not path.startswith(own)):
             try:
-                return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _pointer).value
+                runtime = ctypes.CDLL(path)
+                functions = runtime.GOMP_parallel, runtime.omp_get_num_threads
             except (OSError, AttributeError):
                 continue
-    return None
+            parallel, threads = (ctypes.cast(function, _pointer).value for function in functions)
+            return parallel, threads
+    return None, None
 
 
 _library = _load()
-_parallel_address = None if _library is None else _parallel()
-_bits = 0 if _library is None else int(_library.carousel_init(_parallel_address, 0))
+_runtime_functions = (None, None) if _library is None else _runtime()
+_limits = (0, True)  # no limit to the vectors' width, and dot products of bfloat16 where the CPU has them
+_bits = 0 if _library is None else int(_library.carousel_init(*_runtime_functions, *_limits))
 _dot_products = 0 if _library is None else int(_library.carousel_quant_init(0))
 
 
@@ -174,18 +179,25 @@ def vector_bits() -> int:
 
 
 @contextmanager
-def limited(bits: int) -> Iterator[None]:
-    """Compute with vectors of at most ``bits`` (128, 256 or 512), as on a lesser CPU, until the block ends."""
-    global _bits
-    before = _bits
+def limited(bits: int, dots: bool = False) -> Iterator[None]:
+    """Compute with vectors of at most ``bits`` (128, 256 or 512), as on a lesser CPU, until the block ends; ``dots``:
+    with dot products of bfloat16, where the CPU has them beside vectors of 512."""
+    global _bits, _limits
+    before = _bits, _limits
+    _limits = bits, dots
     if _library is not None:
-        _bits = _library.carousel_init(_parallel_address, bits)
+        _bits = _library.carousel_init(*_runtime_functions, *_limits)
     try:
         yield
     finally:
-        _bits = before
+        _bits, _limits = before
         if _library is not None:
-            _library.carousel_init(_parallel_address, before)
+            _library.carousel_init(*_runtime_functions, *_limits)
+
+
+def dots() -> bool:
+    """Whether attention over a cache of bfloat16 is by dot products of it (AVX512-BF16), which rounds queries too."""
+    return available() and bool(_library.carousel_has_dots())
 
 
 # A step makes hundreds of calls: what looks at their arguments is written to be quick.
@@ -300,28 +312,20 @@ def rope_write_kv(
 class Plan:
     """What the calls of one step share. Holds the tensors whose addresses it has passed on."""
 
-    __slots__ = ("_batch", "_heads", "_keep", "_scratch", "batch")
+    __slots__ = ("_batch", "_heads", "_keep", "batch")
 
-    def __init__(self, layout: BatchLayout, heads: int, dim: int) -> None:
+    def __init__(self, layout: BatchLayout) -> None:
         threads = torch.get_num_threads()
         assert _library is not None
-        partials = torch.empty(_library.carousel_partials(heads, dim, threads))
         tables = [
             t.to(torch.int32).contiguous() for t in (layout.query_start, layout.context_lens, layout.block_tables)
         ]
-        self._keep = [*tables, partials]
+        self._keep = tables
         self._batch = _Batch(
-            *(t.data_ptr() for t in self._keep), tables[2].stride(0), layout.num_sequences, layout.num_decodes, threads
+            *(t.data_ptr() for t in tables), tables[2].stride(0), layout.num_sequences, layout.num_decodes, threads
         )
         self.batch = ctypes.addressof(self._batch)
         self._heads: dict[object, Heads] = {}
-        self._scratch = torch.empty(0)
-
-    def scratch(self, floats: int) -> int:
-        """The address of scratch memory that the layers of a step use one after another."""
-        if self._scratch.shape[0] < floats:
-            self._scratch = torch.empty(floats)
-        return self._scratch.data_ptr()
 
     def heads(self, *key: Any) -> int:
         """The address of the C form of (Hq, Hkv, D, window, scale, softcap, whether the cache is bfloat16)."""
@@ -331,14 +335,14 @@ class Plan:
         return ctypes.addressof(made)
 
 
-def plan_of(layout: BatchLayout, heads: int, dim: int) -> Plan:
-    """The plan of a step's layers with so many query heads of this size, made once."""
+def plan_of(layout: BatchLayout) -> Plan:
+    """The plan of a step, made once."""
     plans: dict[object, Any] | None = layout.plan
     if plans is None:
         plans = layout.plan = {}
-    plan: Plan | None = plans.get((heads, dim))
+    plan: Plan | None = plans.get(Plan)
     if plan is None:
-        plan = plans[heads, dim] = Plan(layout, heads, dim)
+        plan = plans[Plan] = Plan(layout)
     return plan
 
 
@@ -362,7 +366,7 @@ def paged_attention(
     kv_heads = k_cache.shape[2]
     if not fits(heads, kv_heads, dim):
         return None
-    plan = plan_of(layout, heads, dim)
+    plan = plan_of(layout)
     out = torch.empty(q.shape)
     status = _library.carousel_attention(
         plan.batch,

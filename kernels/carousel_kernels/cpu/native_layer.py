@@ -32,13 +32,14 @@ class _Layer(ctypes.Structure):
 
 
 class NativeLinear:
-    """x [T, K] -> [T, N], float32; of another type what float32 gives, in x's. ``address`` is that of the C structure.
+    """x [T, K] -> [T, N], float32; of another type what float32 gives, in x's. ``address`` is that of the C structure,
+    ``form`` what it is like: (format, columns, inputs, runs).
 
     Raises:
         NotImplementedError: there is no compiled library.
     """
 
-    __slots__ = ("_call", "_columns", "_keep", "address")
+    __slots__ = ("_call", "_columns", "_keep", "address", "form")
 
     def __init__(
         self, form: int, columns: int, inputs: int, runs: int, tensors: tuple[torch.Tensor | None, ...]
@@ -49,6 +50,7 @@ class NativeLinear:
         layer = _Layer(*(None if one is None else one.data_ptr() for one in tensors), columns, inputs, form, runs)
         self._keep = (layer, tensors)  # whose memory the address is of
         self.address = ctypes.addressof(layer)
+        self.form = (form, columns, inputs, runs)
         self._columns = columns
         self._call = library.carousel_quant_linear
 

@@ -44,7 +44,6 @@ class _Layer:
         "attention_norm",
         "down",
         "eps",
-        "fused",
         "gate_up",
         "head_dim",
         "k_norm",
@@ -103,14 +102,14 @@ class _Layer:
         self.gate_up = _fused_linear(weights, f"{name}mlp.gate_up_proj", gate_up, hidden, config.mlp_bias)
         self.down = _linear(weights, f"{name}mlp.down_proj", (hidden, inner), Part(1, *split.inner), config.mlp_bias)
         self.post_mlp_norm = norm("post_feedforward_layernorm") if config.post_norms else None
-        self.fused = None if config.qk_norm or config.post_norms else ck.fuse_layer(self._parts(config))
 
-    def _parts(self, config: DecoderConfig) -> ck.LayerParts:
+    def parts(self, config: DecoderConfig) -> ck.LayerParts:
         return ck.LayerParts(
-            attention_norm=self.attention_norm, mlp_norm=self.mlp_norm, qkv=self.qkv, output=self.output,
-            gate_up=self.gate_up, down=self.down, heads=self.sections[0], kv_heads=self.sections[1],
-            head_dim=self.head_dim, scale=self.scale, softcap=self.softcap, window=self.window, eps=self.eps,
-            activation=config.activation,
+            attention_norm=self.attention_norm, mlp_norm=self.mlp_norm, q_norm=self.q_norm, k_norm=self.k_norm,
+            post_attention_norm=self.post_attention_norm, post_mlp_norm=self.post_mlp_norm, qkv=self.qkv,
+            output=self.output, gate_up=self.gate_up, down=self.down, heads=self.sections[0],
+            kv_heads=self.sections[1], head_dim=self.head_dim, scale=self.scale, softcap=self.softcap,
+            window=self.window, eps=self.eps, activation=config.activation,
         )  # fmt: skip
 
     def __call__(
@@ -124,10 +123,6 @@ class _Layer:
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(branch output, residual) of the last layer -> the same of this one; only ``rows`` of it, if given."""
-        if self.fused is not None and residual is not None and rows is None and self.rope is not None:
-            whole = (x, residual, self.rope, positions, layout, k_cache, v_cache)
-            if ck.layers_are_fused() and self.fused(*whole):
-                return x, residual
         if residual is None:
             residual = x
             x = ck.rms_norm(x, self.attention_norm, self.eps)
@@ -233,6 +228,7 @@ class Decoder:
         for index in range(config.num_layers):
             self._layers.append(_Layer(index, weights))
             trim_heap()
+        self._fused = ck.fuse_layers([layer.parts(config) for layer in self._layers])
         # The logits' multiplier goes into the last norm: the head is linear, and may be the embedding's own table.
         one = 1.0 if config.norm_offset else 0.0
         scale = config.logit_scale
@@ -249,6 +245,7 @@ class Decoder:
         copy."""
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._rope_rows = 0
+        self._tables: list[torch.Tensor | None] = []
         self.reserve_positions(min(self.max_model_len, _FIRST_ROPE_ROWS))
 
     def _head_table(self, weights: DecoderWeights, shape: tuple[int, int], part: Part) -> torch.Tensor:
@@ -293,6 +290,7 @@ class Decoder:
             if rope not in tables:
                 tables[rope] = cos_sin_table(rope, rows, self.max_model_len).to(self.device)
             layer.rope = tables[rope]
+        self._tables = [layer.rope for layer in self._layers]  # a new list, by which fused layers know of the change
         self._rope_rows = rows
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -327,14 +325,9 @@ class Decoder:
         x = self._embedded(token_ids)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
-        residual: torch.Tensor | None = None
-        last = len(self._layers) - 1
         # Past the last layer's attention only the wanted rows are needed; that saves its MLP for prompt tokens.
         wanted = logit_rows if logit_rows.shape[0] < token_ids.shape[0] else None
-        for index, layer in enumerate(self._layers):
-            k_cache, v_cache = kv_cache[index]
-            x, residual = layer(x, residual, positions, layout, k_cache, v_cache, wanted if index == last else None)
-        assert residual is not None
+        x, residual = self._through_layers(x, positions, layout, kv_cache, wanted)
         x, _ = ck.add_rms_norm(x, residual, self._norm, self.config.rms_norm_eps)
         if wanted is None:
             x = x.index_select(0, logit_rows)
@@ -346,3 +339,24 @@ class Decoder:
         if self.config.final_softcap is not None:
             logits = logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
         return logits
+
+    def _through_layers(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        layout: BatchLayout,
+        kv_cache: KVCache,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embedding -> (branch output, residual) of the last layer; only the ``wanted`` rows, if given."""
+        if self._fused is not None and ck.layers_are_fused():
+            done = self._fused(x, positions, layout, kv_cache, self._tables, wanted)
+            if done is not None:
+                return done
+        residual: torch.Tensor | None = None
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            k_cache, v_cache = kv_cache[index]
+            x, residual = layer(x, residual, positions, layout, k_cache, v_cache, wanted if index == last else None)
+        assert residual is not None
+        return x, residual

@@ -1,10 +1,10 @@
 /* The products of bfloat16 and of float32 numbers, one function per instruction set, and the choice between them; for
  * quant.c alone.
  *
- * As in quant_kernels.h, a group of up to GROUP rows meets a block of BLOCK output columns:
- *   codes    bfloat16 [depth][rows][2]: of depth * 2 inputs, two adjacent ones of each row; or float [depth][rows]
- *   weights  bfloat16 [depth][BLOCK][2], or float [depth][BLOCK]
- *   sums     float [rows][BLOCK]
+ * As in quant_kernels.h, a group of up to GROUP rows meets a block of PANEL output columns:
+ *   codes    bfloat16 [depth][STRIDE(rows)][2]: of depth * 2 inputs, two adjacent ones of each row; or float [depth][STRIDE(rows)]
+ *   weights  bfloat16 [depth][PANEL][2], or float [depth][PANEL]
+ *   sums     float [rows][PANEL]
  * A sum goes through the depth in order, whatever the number of rows: a row's result does not depend on the others.
  */
 
@@ -20,14 +20,14 @@
         }                                                                                                             \
     }                                                                                                                 \
     static TARGET void finish_half_##NAME(const int32_t *sums, const struct epilogue *e, int64_t row, int rows,       \
-                                          int64_t column) {                                                           \
-        const int64_t left = e->columns - column, width = left < BLOCK ? left : BLOCK;                                \
-        for (int r = 0; r < rows; r++, sums += BLOCK) {                                                               \
-            float *out = e->out + (row + r) * e->columns + column, sum[BLOCK];                                        \
+                                          int64_t column, int64_t width, float *out, int64_t stride) {                \
+        (void)row;                                                                                                    \
+        for (int r = 0; r < rows; r++, sums += PANEL, out += stride) {                                                \
+            float sum[PANEL];                                                                                         \
             memcpy(sum, sums, sizeof(sum));                                                                           \
             if (e->bias != NULL)                                                                                      \
-                for (int i = 0; i < BLOCK; i++) sum[i] += e->bias[column + i];                                        \
-            if (width == BLOCK)                                                                                       \
+                for (int i = 0; i < PANEL; i++) sum[i] += e->bias[column + i];                                        \
+            if (width == PANEL)                                                                                       \
                 memcpy(out, sum, sizeof(sum));                                                                        \
             else                                                                                                      \
                 memcpy(out, sum, (size_t)width * sizeof(float));                                                      \
@@ -35,34 +35,36 @@
     }                                                                                                                 \
     __attribute__((unused)) static TARGET void product_float_##NAME(const uint8_t *codes, int rows,                   \
                                                                    const int8_t *weights, int64_t depth,              \
-                                                                   int32_t *sums) {                                   \
+                                                                   int32_t *sums, struct ahead ahead) {               \
+        (void)ahead;                                                                                                  \
         for (int r = 0; r < rows; r++) {                                                                              \
-            float sum[BLOCK] = {0};                                                                                   \
+            float sum[PANEL] = {0};                                                                                   \
             const int8_t *w = weights;                                                                                \
-            for (int64_t k = 0; k < depth; k++, w += BLOCK * 4) {                                                     \
-                float a, columns[BLOCK];                                                                              \
-                memcpy(&a, codes + (k * rows + r) * 4, 4);                                                            \
+            for (int64_t k = 0; k < depth; k++, w += PANEL * 4) {                                                     \
+                float a, columns[PANEL];                                                                              \
+                memcpy(&a, codes + (k * STRIDE(rows) + r) * 4, 4);                                                            \
                 memcpy(columns, w, sizeof(columns));                                                                  \
-                for (int i = 0; i < BLOCK; i++) sum[i] += a * columns[i];                                             \
+                for (int i = 0; i < PANEL; i++) sum[i] += a * columns[i];                                             \
             }                                                                                                         \
-            memcpy(sums + r * BLOCK, sum, sizeof(sum));                                                               \
+            memcpy(sums + r * PANEL, sum, sizeof(sum));                                                               \
         }                                                                                                             \
     }                                                                                                                 \
     /* Without a dot product of bfloat16: widened, two sums a column. */                                              \
     static TARGET void product_half_##NAME(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth,      \
-                                           int32_t *sums) {                                                           \
+                                           int32_t *sums, struct ahead ahead) {                                       \
+        (void)ahead;                                                                                                  \
         for (int r = 0; r < rows; r++) {                                                                              \
-            float sum[BLOCK] = {0};                                                                                   \
+            float sum[PANEL] = {0};                                                                                   \
             const int8_t *w = weights;                                                                                \
-            for (int64_t k = 0; k < depth; k++, w += BLOCK * 4) {                                                     \
-                uint32_t pair, columns[BLOCK];                                                                        \
-                memcpy(&pair, codes + (k * rows + r) * 4, 4);                                                         \
+            for (int64_t k = 0; k < depth; k++, w += PANEL * 4) {                                                     \
+                uint32_t pair, columns[PANEL];                                                                        \
+                memcpy(&pair, codes + (k * STRIDE(rows) + r) * 4, 4);                                                         \
                 memcpy(columns, w, sizeof(columns));                                                                  \
                 const uint32_t low = pair << 16, high = pair & 0xffff0000u;                                           \
                 float a0, a1;                                                                                         \
                 memcpy(&a0, &low, 4);                                                                                 \
                 memcpy(&a1, &high, 4);                                                                                \
-                for (int i = 0; i < BLOCK; i++) {                                                                     \
+                for (int i = 0; i < PANEL; i++) {                                                                     \
                     const uint32_t even = columns[i] << 16, odd = columns[i] & 0xffff0000u;                           \
                     float w0, w1;                                                                                     \
                     memcpy(&w0, &even, 4);                                                                            \
@@ -71,7 +73,7 @@
                     sum[i] += a1 * w1;                                                                                \
                 }                                                                                                     \
             }                                                                                                         \
-            memcpy(sums + r * BLOCK, sum, sizeof(sum));                                                               \
+            memcpy(sums + r * PANEL, sum, sizeof(sum));                                                               \
         }                                                                                                             \
     }
 
@@ -83,11 +85,12 @@ COMMON_HALF(base, )
 COMMON_HALF(avx2, AVX2)
 COMMON_HALF(avx512, VNNI512)
 
-INLINE HALF512 void tile_half(const int ROWS, const uint8_t *codes, const int8_t *w, int64_t depth, int32_t *sums) {
+INLINE HALF512 void tile_half(const int ROWS, const uint8_t *codes, const int8_t *w, int64_t depth, int32_t *sums,
+                        struct ahead ahead) {
     __m512 sum[GROUP][2];
     UNROLL
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k++, codes += 4 * ROWS, w += BLOCK * 4) {
+    for (int64_t k = 0; k < depth; k++, codes += 4 * STRIDE(ROWS), w += PANEL * 4) {
         const __m512bh low = (__m512bh)_mm512_loadu_si512(w), high = (__m512bh)_mm512_loadu_si512(w + 64);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
@@ -95,21 +98,21 @@ INLINE HALF512 void tile_half(const int ROWS, const uint8_t *codes, const int8_t
             sum[r][0] = _mm512_dpbf16_ps(sum[r][0], a, low);
             sum[r][1] = _mm512_dpbf16_ps(sum[r][1], a, high);
         }
-        _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + AHEAD + 64, _MM_HINT_T0);
+        call_ahead(&ahead);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-        _mm512_storeu_ps(sums + r * BLOCK, sum[r][0]);
-        _mm512_storeu_ps(sums + r * BLOCK + 16, sum[r][1]);
+        _mm512_storeu_ps(sums + r * PANEL, sum[r][0]);
+        _mm512_storeu_ps(sums + r * PANEL + 16, sum[r][1]);
     }
 }
 
-INLINE VNNI512 void tile_float(const int ROWS, const uint8_t *codes, const int8_t *w, int64_t depth, int32_t *sums) {
+INLINE VNNI512 void tile_float(const int ROWS, const uint8_t *codes, const int8_t *w, int64_t depth, int32_t *sums,
+                         struct ahead ahead) {
     __m512 sum[GROUP][2];
     UNROLL
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k++, codes += 4 * ROWS, w += BLOCK * 4) {
+    for (int64_t k = 0; k < depth; k++, codes += 4 * STRIDE(ROWS), w += PANEL * 4) {
         const __m512 low = _mm512_loadu_ps(w), high = _mm512_loadu_ps(w + 64);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
@@ -117,18 +120,18 @@ INLINE VNNI512 void tile_float(const int ROWS, const uint8_t *codes, const int8_
             sum[r][0] = _mm512_fmadd_ps(a, low, sum[r][0]);
             sum[r][1] = _mm512_fmadd_ps(a, high, sum[r][1]);
         }
-        _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + AHEAD + 64, _MM_HINT_T0);
+        call_ahead(&ahead);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-        _mm512_storeu_ps(sums + r * BLOCK, sum[r][0]);
-        _mm512_storeu_ps(sums + r * BLOCK + 16, sum[r][1]);
+        _mm512_storeu_ps(sums + r * PANEL, sum[r][0]);
+        _mm512_storeu_ps(sums + r * PANEL + 16, sum[r][1]);
     }
 }
 
 #define BY_ROWS(NAME, TARGET, TILE)                                                                                   \
-    static TARGET void NAME(const uint8_t *codes, int rows, const int8_t *w, int64_t depth, int32_t *sums) {          \
+    static TARGET void NAME(const uint8_t *codes, int rows, const int8_t *w, int64_t depth, int32_t *sums,            \
+                            struct ahead ahead) {                                                                     \
         switch (rows) {                                                                                               \
             CASE(TILE, 1)                                                                                             \
             CASE(TILE, 2)                                                                                             \
@@ -144,9 +147,9 @@ INLINE VNNI512 void tile_float(const int ROWS, const uint8_t *codes, const int8_
             CASE(TILE, 12)                                                                                            \
         }                                                                                                             \
     }
-#define CASE(TILE, n)                       \
-    case n:                                 \
-        TILE(n, codes, w, depth, sums);     \
+#define CASE(TILE, n)                          \
+    case n:                                    \
+        TILE(n, codes, w, depth, sums, ahead); \
         return;
 
 BY_ROWS(product_half512, HALF512, tile_half)

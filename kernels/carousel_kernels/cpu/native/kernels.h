@@ -13,6 +13,8 @@
 
 #define vec NAME(vec)
 typedef float vec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+#define ivec NAME(ivec)
+typedef int32_t ivec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
 INLINE vec NAME(load)(const float *p) { return *(const vec *)p; }
 INLINE void NAME(store)(float *p, vec v) { *(vec *)p = v; }
@@ -55,7 +57,8 @@ FN void NAME(rms_norm)(const void *arguments, int64_t first, int64_t last) {
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < n; i++) sum += x[i] * x[i];
-        NAME(scale_row)(x, job->weight, job->out + row * n, sum, n, job->eps);
+        float *out = job->out + row / job->inner * job->out_stride + row % job->inner * n;
+        NAME(scale_row)(x, job->weight, out, sum, n, job->eps);
     }
 }
 
@@ -81,7 +84,7 @@ FN void NAME(silu_mul)(const void *arguments, int64_t first, int64_t last) {
     const int n = job->width;
     for (int64_t row = first; row < last; row++) {
         const float *gate = job->x + row * job->x_stride, *up = gate + n;
-        float *out = job->out + row * n;
+        float *out = job->out + row * job->out_stride;
 #pragma omp simd
         for (int i = 0; i < n; i++) out[i] = gate[i] * NAME(sigmoid)(gate[i]) * up[i];
     }
@@ -93,13 +96,24 @@ FN void NAME(gelu_tanh_mul)(const void *arguments, int64_t first, int64_t last) 
     const int n = job->width;
     for (int64_t row = first; row < last; row++) {
         const float *gate = job->x + row * job->x_stride, *up = gate + n;
-        float *out = job->out + row * n;
+        float *out = job->out + row * job->out_stride;
 #pragma omp simd
         for (int i = 0; i < n; i++) {
             float g = gate[i], doubled = g * (1.5957691216f + 0.0713548163f * g * g);
             out[i] = g * NAME(sigmoid)(doubled) * up[i];
         }
     }
+}
+
+/* What a linear layer does with the two halves of its columns as they come. */
+FN void NAME(silu_gate)(const float *x, int rows, float *out, int64_t stride) {
+    const struct rows job = {.x = x, .x_stride = 2 * PANEL, .out = out, .out_stride = stride, .width = PANEL};
+    NAME(silu_mul)(&job, 0, rows);
+}
+
+FN void NAME(gelu_gate)(const float *x, int rows, float *out, int64_t stride) {
+    const struct rows job = {.x = x, .x_stride = 2 * PANEL, .out = out, .out_stride = stride, .width = PANEL};
+    NAME(gelu_tanh_mul)(&job, 0, rows);
 }
 
 /* ---- rotary embedding with the KV write ---- */
@@ -233,6 +247,8 @@ INLINE void NAME(multiply)(float *c, int64_t ldc, const float *a, int64_t lda, c
     int col = 0;
     for (; col + WIDE * VL <= cols; col += WIDE * VL)
         NAME(columns)(WIDE, c, ldc, a, lda, b, col, n, rows, accumulate, ahead, stride);
+    for (; WIDE > 2 && col + 2 * VL <= cols; col += 2 * VL)
+        NAME(columns)(2, c, ldc, a, lda, b, col, n, rows, accumulate, ahead, stride);
     for (; col < cols; col += VL) NAME(columns)(1, c, ldc, a, lda, b, col, n, rows, accumulate, ahead, stride);
 }
 
@@ -351,6 +367,21 @@ FN void NAME(dot_scores)(const float *q, int rows, int dim, const float *keys, i
         }
 }
 
+/* Lanes of a where mask has all bits set, of b where it has none. */
+INLINE vec NAME(select)(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+
+/* exp2 of each lane, none of which is above 127. */
+INLINE vec NAME(exp2_lanes)(vec x) {
+    x = MAXIMUM((vec){0} - 126.0f, x); /* in this order: NaN stays NaN */
+    const vec shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);
+    const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
+    vec p = r * 0.00132647272f + 0.00967151264f;
+    p = p * r + 0.0555073374f;
+    p = p * r + 0.240222421f;
+    p = p * r + 0.693146978f;
+    return (p * r + 1.0f) * power;
+}
+
 INLINE void NAME(soften)(float *x, int n, float cap) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
@@ -359,12 +390,11 @@ INLINE void NAME(soften)(float *x, int n, float cap) {
     }
 }
 
-/* Scores of one row become weights; m, l and o are brought up to date. Keys outside [low, high) are hidden. */
-INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, float *m, float *l, float *o, int dim) {
-    if (cap > 0) NAME(soften)(x, n, cap);
-    for (int i = 0; i < low && i < n; i++) x[i] = -INFINITY;
-    for (int i = high > 0 ? high : 0; i < n; i++) x[i] = -INFINITY;
-    vec best = NAME(load)(x), sums = (vec){0};
+/* Scores of one row become weights; m, l [VL] (whose lanes are yet to be added up) and o are brought up to date. n is a
+ * multiple of VL, and constant where it is KEYS; what is hidden is -infinity. */
+INLINE void NAME(weigh_row)(float *x, const int n, float *m, float *l, float *o, int dim) {
+    vec best = NAME(load)(x), sums = NAME(load)(l);
+    UNROLL
     for (int c = VL; c < n; c += VL) best = MAXIMUM(best, NAME(load)(x + c));
     FOLD(best, MAXIMUM)
     const float top = best[0] > *m ? best[0] : *m;
@@ -374,16 +404,33 @@ INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, fl
     }
     if (top != *m) {
         const float factor = NAME(exp2)(*m - top);
-        *l *= factor;
-#pragma omp simd
-        for (int d = 0; d < dim; d++) o[d] *= factor;
+        sums *= factor;
+        for (int d = 0; d < dim; d += VL) NAME(store)(o + d, NAME(load)(o + d) * factor);
         *m = top;
     }
-#pragma omp simd
-    for (int i = 0; i < n; i++) x[i] = NAME(exp2)(x[i] - top);
-    for (int c = 0; c < n; c += VL) sums += NAME(load)(x + c);
-    FOLD(sums, PLUS)
-    *l += sums[0];
+    UNROLL
+    for (int c = 0; c < n; c += VL) {
+        const vec weights = NAME(exp2_lanes)(NAME(load)(x + c) - top);
+        NAME(store)(x + c, weights);
+        sums += weights;
+    }
+    NAME(store)(l, sums);
+}
+
+/* See weigh_row. Keys outside [low, high) are hidden. */
+INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, float *m, float *l, float *o, int dim) {
+    if (cap > 0) NAME(soften)(x, n, cap);
+    if (low > 0 || high < n) {
+        ivec lane;
+        for (int i = 0; i < VL; i++) lane[i] = i;
+        for (int c = 0; c < n; c += VL)
+            NAME(store)(x + c, NAME(select)((lane + c < low) | (lane + c >= high), (vec){0} - INFINITY,
+                                            NAME(load)(x + c)));
+    }
+    if (n == KEYS)
+        NAME(weigh_row)(x, KEYS, m, l, o, dim);
+    else
+        NAME(weigh_row)(x, n, m, l, o, dim);
 }
 
 /* One tile of count keys, the first at position first; row r stands at position + r / group. */
@@ -394,7 +441,7 @@ INLINE void NAME(online_softmax)(const struct attention *job, float *scores, int
         const int64_t at = position + r / group;
         const int64_t high = at + 1 - first, low = job->window > 0 ? high - job->window : 0;
         NAME(soft_max_row)(scores + r * KEYS, n, (int)(low > 0 ? low : 0), (int)(high < count ? high : count),
-                           job->cap, m + r, l + r, o + (int64_t)r * dim, dim);
+                           job->cap, m + r, l + r * VL, o + (int64_t)r * dim, dim);
     }
 }
 
@@ -439,9 +486,15 @@ INLINE const float *NAME(block_of)(const struct attention *job, const void *cach
     return buffer;
 }
 
+INLINE float NAME(total)(const float *lanes) {
+    vec sums = NAME(load)(lanes);
+    FOLD(sums, PLUS)
+    return sums[0];
+}
+
 INLINE void NAME(finish_rows)(const float *l, const float *o, int rows, int dim, float *out) {
     for (int r = 0; r < rows; r++) {
-        const float inverse = 1.0f / l[r];
+        const float inverse = 1.0f / NAME(total)(l + r * VL);
 #pragma omp simd
         for (int d = 0; d < dim; d++) out[r * dim + d] = o[r * dim + d] * inverse;
     }
@@ -465,6 +518,10 @@ INLINE const void *NAME(later)(const struct attention *job, const int32_t *table
     return (const char *)(values ? job->v_cache : job->k_cache) + at * (job->half ? 2 : 4);
 }
 
+#ifdef DOTS
+#include "dots.h"
+#endif
+
 /* Blocks [first, end) of a sequence with one new token, all heads. The heads go through the blocks together, because
  * their keys lie side by side. Results go to partial ([heads] m, [heads] l, [heads, dim] o), or, if NULL, finished to
  * out. */
@@ -475,18 +532,32 @@ FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, i
     const int32_t *table = job->block_tables + (int64_t)sequence * job->table_stride;
     const int64_t context = job->context_lens[sequence], token = (int64_t)job->kv_heads * dim;
     const int32_t row = job->query_start[sequence];
-    float q[MAX_DECODE], o[MAX_DECODE], m[MAX_DECODE / BLOCK], l[MAX_DECODE / BLOCK];
+    float q[MAX_DECODE], o[MAX_DECODE], m[MAX_DECODE / BLOCK], l[MAX_DECODE / BLOCK * VL];
     float scores[MAX_DECODE / BLOCK * KEYS], buffer[BLOCK * MAX_DIM];
+#ifdef DOTS
+    uint16_t q_half[MAX_DECODE];
+#endif
     for (int head = 0; head < job->kv_heads; head += together) {
         const int heads = job->kv_heads - head < together ? job->kv_heads - head : together, rows = heads * group;
         const float *queries = job->q + row * job->q_stride + (int64_t)head * group * dim;
         for (int i = 0; i < rows * dim; i++) q[i] = queries[i] * job->scale;
+#ifdef DOTS
+        if (job->half) NAME(round_row)(q, q_half, rows * dim);
+#endif
         memset(o, 0, sizeof(float) * (size_t)(rows * dim));
-        for (int r = 0; r < rows; r++) m[r] = -INFINITY, l[r] = 0;
+        for (int r = 0; r < rows; r++) m[r] = -INFINITY;
+        memset(l, 0, sizeof(float) * (size_t)(rows * VL));
         for (int64_t tile = first; tile < end; tile += TILE_BLOCKS) {
             const int blocks = (int)(tile + TILE_BLOCKS < end ? TILE_BLOCKS : end - tile);
             const int64_t left = context - tile * BLOCK;
             const int count = (int)(left < blocks * BLOCK ? left : blocks * BLOCK);
+#ifdef DOTS
+            if (job->half && dim % 32 == 0) {
+                NAME(decode_tile_half)(job, table, end, tile, blocks, count, head, heads, context, q_half, scores, m, l,
+                                       o);
+                continue;
+            }
+#endif
             for (int i = 0; i < blocks * heads; i++) {
                 const int b = i / heads, h = i % heads;
                 const void *ahead = NAME(later)(job, table, end, tile, 0, i, distance, head, heads);
@@ -517,7 +588,7 @@ FN void NAME(decode)(const struct attention *job, int sequence, int64_t first, i
             continue;
         }
         memcpy(partial + at, m, sizeof(float) * (size_t)rows);
-        memcpy(partial + job->heads + at, l, sizeof(float) * (size_t)rows);
+        for (int r = 0; r < rows; r++) partial[job->heads + at + r] = NAME(total)(l + r * VL);
         memcpy(partial + 2 * job->heads + at * dim, o, sizeof(float) * (size_t)(rows * dim));
     }
 }
@@ -543,42 +614,7 @@ FN void NAME(combine)(const struct attention *job, int sequence, const float *pa
     }
 }
 
-/* New tokens [first, end) of a sequence, one KV head: the group's query heads are further rows of the same product. */
-FN void NAME(chunk)(const struct attention *job, int sequence, int first, int end, int head) {
-    const int dim = job->dim, group = job->heads / job->kv_heads, rows = (end - first) * group;
-    const int32_t *table = job->block_tables + (int64_t)sequence * job->table_stride;
-    const int64_t row = job->query_start[sequence] + first;
-    const int64_t position = job->context_lens[sequence] - (job->query_start[sequence + 1] - row);
-    const int64_t context = position + (end - first); /* what the last of these tokens sees */
-    float q[MAX_ROWS * MAX_DIM], o[MAX_ROWS * MAX_DIM], m[MAX_ROWS], l[MAX_ROWS], scores[MAX_ROWS * KEYS];
-    float transposed[MAX_DIM * KEYS], buffer[KEYS * MAX_DIM];
-    const float *keys[KEYS], *values[KEYS], *by_dim[MAX_DIM];
-    for (int d = 0; d < dim; d++) by_dim[d] = transposed + d * KEYS;
-    for (int r = 0; r < rows; r++) {
-        const float *query = job->q + (row + r / group) * job->q_stride + (int64_t)(head * group + r % group) * dim;
-        for (int d = 0; d < dim; d++) q[r * dim + d] = query[d] * job->scale;
-        m[r] = -INFINITY, l[r] = 0;
-    }
-    memset(o, 0, sizeof(float) * (size_t)(rows * dim));
-    const int64_t unseen = job->window > 0 ? position + 1 - job->window : 0;
-    const int64_t end_block = (context + BLOCK - 1) / BLOCK;
-    for (int64_t block = unseen > 0 ? unseen / BLOCK : 0; block < end_block; block += TILE_BLOCKS) {
-        const int64_t start = block * BLOCK;
-        const int found = NAME(addresses)(job, job->k_cache, table, block, end_block, head, buffer, keys);
-        const int count = (int)(context - start < found ? context - start : found);
-        const int skip = start > position ? (int)(start - position) * group : 0; /* rows that see none of these keys */
-        const int live = rows - skip;
-        NAME(transpose_keys)(keys, found, dim, transposed);
-        NAME(product)(scores, KEYS, q + skip * dim, dim, by_dim, dim, live, found);
-        NAME(online_softmax)(job, scores, live, group, count, start, position + skip / group, m + skip, l + skip,
-                             o + skip * dim);
-        NAME(addresses)(job, job->v_cache, table, block, end_block, head, buffer, values);
-        NAME(add_product)(o + skip * dim, dim, scores, KEYS, values, count, live, dim, NULL, 0);
-    }
-    for (int r = 0; r < rows; r++)
-        NAME(finish_rows)(l + r, o + r * dim, 1, dim,
-                          job->out + ((row + r / group) * job->heads + head * group + r % group) * dim);
-}
+#include "chunks.h"
 
 static const struct operators NAME(operators) = {
     .rms_norm = NAME(rms_norm),
@@ -589,11 +625,15 @@ static const struct operators NAME(operators) = {
     .decode = NAME(decode),
     .combine = NAME(combine),
     .chunk = NAME(chunk),
+    .shared = NAME(shared),
+    .silu_gate = NAME(silu_gate),
+    .gelu_gate = NAME(gelu_gate),
 };
 
 #undef FN
 #undef INLINE
 #undef vec
+#undef ivec
 #undef LOW_
 #undef HIGH_
 #undef LANES

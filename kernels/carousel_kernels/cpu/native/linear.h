@@ -1,21 +1,80 @@
-/* A linear layer as quant.c computes it; mirrored in native_layer.py. */
+/* Linear layers as quant.c computes them, for layers.c and itself. */
 #ifndef CAROUSEL_LINEAR_H
 #define CAROUSEL_LINEAR_H
 
 #include <stdint.h>
 
+#include "parallel.h"
+
+#define GROUP 12 /* rows: with the 2 vectors of a block, 24 of 32 vector registers are sums */
+#define STRIDE(rows) ((rows) < 4 ? (rows) : ((rows) + 3) / 4 * 4) /* of a group's codes, in rows */
+#define PANEL 32 /* output columns of a block of weights */
+
+/* Mirrored in native_layer.py. */
 struct carousel_quant_layer {
-    const int8_t *weights; /* [blocks][depth][BLOCK][4], zero beyond the layer's columns and inputs */
-    const float *scales;   /* [blocks * BLOCK] */
-    const int32_t *shifts; /* [blocks * BLOCK]: 128 times the sum of a column's weights */
-    const float *bias;     /* [blocks * BLOCK], or NULL */
+    const int8_t *weights; /* [blocks][depth][PANEL][4], zero beyond the layer's columns and inputs */
+    const float *scales;   /* [blocks * PANEL] */
+    const int32_t *shifts; /* [blocks * PANEL]: 128 times the sum of a column's weights */
+    const float *bias;     /* [blocks * PANEL], or NULL */
     int64_t columns, inputs, format;
     int64_t runs; /* above 1: rows are turned before they are quantised, see turn_ */
 };
 
-/* out [rows, columns] = x [rows, inputs] (x_stride floats between rows) times the layer's weights, plus its bias.
- * Returns 0, or -1 without memory for the encoded activations. */
-int carousel_quant_linear(const struct carousel_quant_layer *layer, const float *x, int64_t x_stride, int64_t rows,
-                          float *out, int threads);
+/* Weights that are called into the cache while others are used: at the k-th step of a product, the lines at
+ * from + k * step. */
+struct ahead {
+    const char *from;
+    int64_t step;
+};
+
+struct epilogue {
+    const float *scales, *row_scales, *bias;
+    const int32_t *shifts;
+    int64_t wide;
+};
+
+typedef void (*product)(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums,
+                        struct ahead ahead);
+
+/* The sums of a group from `row` on and of `width` columns from `column` on become numbers, out [rows, stride]. */
+typedef void (*finisher)(const int32_t *sums, const struct epilogue *e, int64_t row, int rows, int64_t column,
+                         int64_t width, float *out, int64_t stride);
+
+/* out[rows, width] of the activation of x[rows, 2 PANEL], gates before what they gate. */
+typedef void (*carousel_gate)(const float *x, int rows, float *out, int64_t stride);
+
+/* A layer's product with some rows. */
+struct carousel_linear {
+    const struct carousel_quant_layer *layer;
+    const float *x;
+    float *out; /* [rows, out_stride] */
+    int64_t x_stride, out_stride, rows, codes_per_row, depth, groups, blocks;
+    product product;
+    finisher finish;
+    uint8_t *codes;    /* [groups][depth * GROUP][4], of which a group takes [depth][STRIDE(its rows)][4] */
+    char *scratch;     /* [groups][depth * SCRATCH] */
+    float *row_scales; /* [rows] */
+    struct epilogue epilogue;
+};
+
+/* Bytes of memory, at a multiple of 64, for the activations of so many rows. */
+int64_t carousel_linear_bytes(const struct carousel_quant_layer *layer, int64_t rows);
+
+/* out [rows, columns] = x [rows, inputs], each with its stride in floats between rows, times the layer's weights, plus
+ * its bias; computed by first encoding all groups, then multiplying all blocks. x may still be written until then. */
+void carousel_linear_begin(struct carousel_linear *linear, const struct carousel_quant_layer *layer, const float *x,
+                           int64_t x_stride, int64_t rows, float *out, int64_t out_stride, void *memory);
+
+/* The first row of a group. */
+int64_t carousel_first_row(const struct carousel_linear *linear, int64_t group);
+
+void carousel_encode(const struct carousel_linear *linear, int64_t group);
+
+/* Blocks of columns, or, with a gate, of what it makes of the columns of the layer's two halves; groups [first, end). */
+void carousel_multiply(const struct carousel_linear *linear, int64_t block, int64_t first, int64_t end,
+                       carousel_gate gate);
+
+/* A phase of the team that multiplies everything. */
+void carousel_multiply_all(struct carousel_member *member, const struct carousel_linear *linear, carousel_gate gate);
 
 #endif

@@ -23,18 +23,10 @@
 #define EXPORT __attribute__((visibility("default")))
 #define TINY 1e-30f          /* a row below this everywhere counts as zero: its inverse would overflow */
 #define SMALL_PRODUCT 131072 /* multiplications below which waking threads costs about what they save */
-#define SMALL_ROWS 32768     /* activations below which one thread quantises them all */
 
 /* Formats: 8-bit weights with activations of 8 or 16 bits; bfloat16; float32. The latter two have weights
  * [blocks][depth][BLOCK][2 or 1], and neither scales nor shifts. */
 enum { NARROW, WIDE, HALF, FLOAT };
-
-struct epilogue {
-    const float *scales, *row_scales, *bias;
-    const int32_t *shifts;
-    float *out; /* [rows, columns] */
-    int64_t columns, wide;
-};
 
 #include "quant_kernels.h"
 #include "half_kernels.h"
@@ -59,40 +51,31 @@ EXPORT int carousel_quant_init(int kind) {
 /* Whether bfloat16 is multiplied by instructions for it. */
 EXPORT int carousel_half_products(void) { return half->dots; }
 
-struct linear_job {
-    const struct carousel_quant_layer *layer;
-    const float *x;
-    int64_t x_stride, rows, codes_per_row, depth, groups, blocks;
-    product product;
-    finisher finish;
-    uint8_t *codes;    /* groups one after another; GROUP rows of codes at most in each */
-    char *scratch;     /* [groups][depth * SCRATCH] */
-    float *row_scales; /* [rows] */
-    struct epilogue epilogue;
-    int64_t parts; /* of the groups; an item is a block of columns times a part */
-    int64_t items, threads, next, next_group;
-};
+#define SCRATCH (4 * GROUP + 16) /* bytes per unit of depth: lines of codes, and one of floats for a turn or a split */
+
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(16)))){__VA_ARGS__})
+#endif
+
+typedef int32_t four_codes __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Groups are as even as can be, the larger ones first: a group of one row costs about as much as one of four. */
-static int64_t first_row(const struct linear_job *job, int64_t group) {
-    const int64_t most = job->rows % job->groups;
-    return group * (job->rows / job->groups) + (group < most ? group : most);
+int64_t carousel_first_row(const struct carousel_linear *linear, int64_t group) {
+    const int64_t most = linear->rows % linear->groups;
+    return group * (linear->rows / linear->groups) + (group < most ? group : most);
 }
 
-#define SCRATCH 24 /* bytes per 4 inputs: two rows of codes and one of floats */
-
 /* Codes of one row, 128 for nothing, to [depth * 4] at to, and with wide the second ones to rests. */
-static float encode_row(const struct linear_job *job, const float *x, uint8_t *to, uint8_t *rests, float *scratch) {
-    const int64_t inputs = job->layer->inputs, all = job->depth * 4;
-    if (job->layer->runs > 1) {
-        quant->turn(x, scratch, inputs, job->layer->runs);
+static float encode_row(const struct carousel_linear *linear, const float *x, uint8_t *to, uint8_t *rests,
+                        float *scratch) {
+    const int64_t inputs = linear->layer->inputs, all = linear->depth * 4;
+    if (linear->layer->runs > 1) {
+        quant->turn(x, scratch, inputs, linear->layer->runs);
         x = scratch;
     }
-    if (job->layer->format == FLOAT) {
-        memcpy(to, x, (size_t)all);
-        return 1.0f;
-    }
-    if (job->layer->format == HALF) {
+    if (linear->layer->format == HALF) {
         half->halve(x, (uint16_t *)to, inputs);
         memset(to + 2 * inputs, 0, (size_t)(all - 2 * inputs));
         return 1.0f;
@@ -117,97 +100,157 @@ static float encode_row(const struct linear_job *job, const float *x, uint8_t *t
     return scale;
 }
 
-static void encode_group(const struct linear_job *job, int64_t group) {
-    const int64_t first = first_row(job, group), depth = job->depth, each = job->codes_per_row;
-    const int rows = (int)(first_row(job, group + 1) - first), code_rows = rows * (int)each;
-    uint8_t *codes = job->codes + first * each * depth * 4;
-    float *floats = (float *)(job->scratch + group * depth * SCRATCH);
+/* codes [depth][STRIDE(rows)][4] of lines [rows], each [depth][4]. */
+static void interleave(const uint8_t *const *lines, int rows, int64_t depth, uint8_t *codes) {
+    const int64_t stride = STRIDE(rows) * 4;
+    for (int r = 0; r < rows; r += 4) {
+        const uint8_t *from[4];
+        for (int i = 0; i < 4; i++) from[i] = lines[r + i < rows ? r + i : rows - 1];
+        uint8_t *to = codes + 4 * r;
+        int64_t k = 0;
+        for (; rows >= 4 && k + 4 <= depth; k += 4, to += 4 * stride) {
+            const four_codes a = *(const four_codes *)(from[0] + 4 * k), b = *(const four_codes *)(from[1] + 4 * k);
+            const four_codes c = *(const four_codes *)(from[2] + 4 * k), d = *(const four_codes *)(from[3] + 4 * k);
+            const four_codes ab = SHUFFLE(a, b, 0, 4, 1, 5), cd = SHUFFLE(c, d, 0, 4, 1, 5);
+            const four_codes ab2 = SHUFFLE(a, b, 2, 6, 3, 7), cd2 = SHUFFLE(c, d, 2, 6, 3, 7);
+            *(four_codes *)to = SHUFFLE(ab, cd, 0, 1, 4, 5);
+            *(four_codes *)(to + stride) = SHUFFLE(ab, cd, 2, 3, 6, 7);
+            *(four_codes *)(to + 2 * stride) = SHUFFLE(ab2, cd2, 0, 1, 4, 5);
+            *(four_codes *)(to + 3 * stride) = SHUFFLE(ab2, cd2, 2, 3, 6, 7);
+        }
+        for (; k < depth; k++, to += stride)
+            for (int i = 0; i < 4 && r + i < rows; i++) memcpy(to + 4 * i, from[i] + 4 * k, 4);
+    }
+}
+
+void carousel_encode(const struct carousel_linear *linear, int64_t group) {
+    const int64_t first = carousel_first_row(linear, group), depth = linear->depth, each = linear->codes_per_row;
+    const int rows = (int)(carousel_first_row(linear, group + 1) - first), code_rows = rows * (int)each;
+    uint8_t *codes = linear->codes + group * GROUP * depth * 4;
+    float *floats = (float *)(linear->scratch + group * depth * SCRATCH);
     uint8_t *line = (uint8_t *)(floats + depth * 4);
-    for (int r = 0; r < rows; r++) {
-        const float *x = job->x + (first + r) * job->x_stride;
+    const uint8_t *lines[GROUP];
+    for (int r = 0; r < rows; r++, line += each * depth * 4) {
+        const float *x = linear->x + (first + r) * linear->x_stride;
+        if (linear->layer->format == FLOAT) { /* is its own code */
+            lines[r] = (const uint8_t *)x;
+            continue;
+        }
         uint8_t *to = code_rows == 1 ? codes : line;
-        job->row_scales[first + r] = encode_row(job, x, to, each == 2 ? line + depth * 4 : NULL, floats);
+        for (int64_t c = 0; c < each; c++) lines[r * each + c] = line + c * depth * 4;
+        linear->row_scales[first + r] = encode_row(linear, x, to, each == 2 ? line + depth * 4 : NULL, floats);
         if (code_rows == 1) return;
-        for (int64_t c = 0; c < each; c++)
-            for (int64_t k = 0; k < depth; k++)
-                memcpy(codes + (k * code_rows + r * each + c) * 4, line + (c * depth + k) * 4, 4);
+    }
+    interleave(lines, code_rows, depth, codes);
+}
+
+/* The product of one group with one block, as numbers. turn of turns: which part of the weights after these, that the
+ * thread will want next, is called for on the way. */
+static void multiply_group(const struct carousel_linear *linear, int64_t block, int64_t group, int64_t turn,
+                           int64_t turns, float *out, int64_t stride, int64_t width) {
+    const int64_t row = carousel_first_row(linear, group), bytes = linear->depth * PANEL * 4;
+    const int rows = (int)(carousel_first_row(linear, group + 1) - row);
+    const int8_t *weights = linear->layer->weights + block * bytes;
+    const int64_t each = linear->codes_per_row, distance = turns > 1 ? bytes + turn * bytes / turns : AHEAD;
+    const struct ahead ahead = {(const char *)weights + distance, (PANEL * 4 + turns - 1) / turns};
+    int32_t sums[GROUP * PANEL] __attribute__((aligned(64)));
+    linear->product(linear->codes + group * GROUP * linear->depth * 4, rows * (int)each, weights, linear->depth, sums,
+                    ahead);
+    linear->finish(sums, &linear->epilogue, row, rows, block * PANEL, width, out, stride);
+}
+
+void carousel_multiply(const struct carousel_linear *linear, int64_t block, int64_t first, int64_t end,
+                       carousel_gate gate) {
+    const int64_t column = block * PANEL, left = linear->layer->columns - column;
+    const int64_t width = left < PANEL ? left : PANEL, half_way = linear->blocks / 2;
+    for (int64_t group = first; group < end; group++) {
+        float *out = linear->out + carousel_first_row(linear, group) * linear->out_stride + column;
+        if (gate == NULL) {
+            multiply_group(linear, block, group, group - first, end - first, out, linear->out_stride, width);
+            continue;
+        }
+        float both[GROUP * 2 * PANEL] __attribute__((aligned(64)));
+        for (int i = 0; i < 2; i++)
+            multiply_group(linear, block + i * half_way, group, group - first, end - first, both + i * PANEL,
+                           2 * PANEL, PANEL);
+        const int rows = (int)(carousel_first_row(linear, group + 1) - carousel_first_row(linear, group));
+        gate(both, rows, out, linear->out_stride);
     }
 }
 
-static void take_groups(void *data) {
-    struct linear_job *job = data;
-    for (;;) {
-        const int64_t group = __atomic_fetch_add(&job->next_group, 1, __ATOMIC_RELAXED);
-        if (group >= job->groups) return;
-        encode_group(job, group);
+void carousel_multiply_all(struct carousel_member *member, const struct carousel_linear *linear, carousel_gate gate) {
+    const int64_t blocks = gate == NULL ? linear->blocks : linear->blocks / 2;
+    int64_t parts = 1, first, count;
+    if (member->threads > 1 && blocks < 4 * member->threads) {
+        parts = (4 * member->threads + blocks - 1) / blocks;
+        if (parts > linear->groups) parts = linear->groups;
     }
+    carousel_phase(member, blocks * parts);
+    while ((count = carousel_take(member, 1, INT64_MAX, &first)) > 0)
+        for (int64_t item = first; item < first + count; item++) {
+            const int64_t part = item / blocks;
+            carousel_multiply(linear, item % blocks, part * linear->groups / parts, (part + 1) * linear->groups / parts,
+                              gate);
+        }
 }
 
-static void multiply(const struct linear_job *job, int64_t item) {
-    const int64_t block = item % job->blocks, part = item / job->blocks;
-    const int64_t end = (part + 1) * job->groups / job->parts;
-    const int8_t *weights = job->layer->weights + block * job->depth * BLOCK * 4;
-    for (int64_t group = part * job->groups / job->parts; group < end; group++) {
-        const int64_t row = first_row(job, group);
-        const int rows = (int)(first_row(job, group + 1) - row);
-        int32_t sums[GROUP * BLOCK] __attribute__((aligned(64)));
-        const int64_t each = job->codes_per_row;
-        job->product(job->codes + row * each * job->depth * 4, rows * (int)each, weights, job->depth, sums);
-        job->finish(sums, &job->epilogue, row, rows, block * BLOCK);
-    }
-}
+static int64_t codes_per_row(const struct carousel_quant_layer *layer) { return layer->format == WIDE ? 2 : 1; }
 
-/* Each thread takes a share of what is left, smaller and smaller ones: few long runs through the weights, which the CPU
- * fetches ahead, and no thread that waits long for another in the end. */
-static void take_blocks(void *data) {
-    struct linear_job *job = data;
-    int64_t first = __atomic_load_n(&job->next, __ATOMIC_RELAXED);
-    for (;;) {
-        int64_t count;
-        do {
-            if (first >= job->items) return;
-            count = (job->items - first) / (2 * job->threads);
-            if (count < 1) count = 1;
-        } while (!__atomic_compare_exchange_n(&job->next, &first, first + count, 0, __ATOMIC_RELAXED,
-                                              __ATOMIC_RELAXED));
-        for (int64_t item = first; item < first + count; item++) multiply(job, item);
-        first = __atomic_load_n(&job->next, __ATOMIC_RELAXED);
-    }
-}
-
-EXPORT int carousel_quant_linear(const struct carousel_quant_layer *layer, const float *x, int64_t x_stride, int64_t rows,
-                                 float *out, int threads) {
-    if (rows <= 0) return 0;
-    const int64_t each = layer->format == WIDE ? 2 : 1, most = GROUP / each;
+static int64_t depth_of(const struct carousel_quant_layer *layer) {
     const int64_t together = layer->format == FLOAT ? 1 : layer->format == HALF ? 2 : 4;
-    struct linear_job job = {
-        .layer = layer, .x = x, .x_stride = x_stride, .rows = rows, .codes_per_row = each,
-        .depth = (layer->inputs + together - 1) / together, .groups = (rows + most - 1) / most,
-        .blocks = (layer->columns + BLOCK - 1) / BLOCK, .parts = 1,
+    return (layer->inputs + together - 1) / together;
+}
+
+static int64_t groups_of(const struct carousel_quant_layer *layer, int64_t rows) {
+    const int64_t most = GROUP / codes_per_row(layer);
+    return (rows + most - 1) / most;
+}
+
+static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+int64_t carousel_linear_bytes(const struct carousel_quant_layer *layer, int64_t rows) {
+    const int64_t depth = depth_of(layer), groups = groups_of(layer, rows);
+    return lines(groups * GROUP * depth * 4) + lines(groups * depth * SCRATCH) + lines(rows * (int64_t)sizeof(float));
+}
+
+void carousel_linear_begin(struct carousel_linear *linear, const struct carousel_quant_layer *layer, const float *x,
+                           int64_t x_stride, int64_t rows, float *out, int64_t out_stride, void *memory) {
+    *linear = (struct carousel_linear){
+        .layer = layer, .x = x, .out = out, .x_stride = x_stride, .out_stride = out_stride, .rows = rows,
+        .codes_per_row = codes_per_row(layer), .depth = depth_of(layer), .groups = groups_of(layer, rows),
+        .blocks = (layer->columns + PANEL - 1) / PANEL,
         .product = layer->format == FLOAT  ? half->multiply_floats
                    : layer->format == HALF ? half->multiply
                                            : quant->multiply,
         .finish = layer->format >= HALF ? half->finish : quant->finish,
+        .codes = memory,
     };
-    const int64_t scratch = (rows * each * job.depth * 4 + 63) / 64 * 64;
-    const int64_t bytes = scratch + job.groups * job.depth * SCRATCH;
+    linear->scratch = (char *)memory + lines(linear->groups * GROUP * linear->depth * 4);
+    linear->row_scales = (float *)(linear->scratch + lines(linear->groups * linear->depth * SCRATCH));
+    linear->epilogue = (struct epilogue){.scales = layer->scales, .row_scales = linear->row_scales, .bias = layer->bias,
+                                         .shifts = layer->shifts, .wide = layer->format == WIDE};
+}
+
+static void encode_and_multiply(struct carousel_member *member, void *job) {
+    const struct carousel_linear *linear = job;
+    int64_t first, count;
+    carousel_phase(member, linear->groups);
+    while ((count = carousel_take(member, 1, INT64_MAX, &first)) > 0)
+        for (int64_t group = first; group < first + count; group++) carousel_encode(linear, group);
+    carousel_wait(member);
+    carousel_multiply_all(member, linear, NULL);
+}
+
+/* out [rows, columns], dense, = x [rows, inputs] (x_stride floats between rows) times the layer's weights, plus its bias.
+ * Returns 0, or -1 without memory for the encoded activations. */
+EXPORT int carousel_quant_linear(const struct carousel_quant_layer *layer, const float *x, int64_t x_stride, int64_t rows,
+                                 float *out, int threads) {
+    struct carousel_linear linear;
     void *memory = NULL;
-    if (posix_memalign(&memory, 64, (size_t)bytes + (size_t)rows * sizeof(float) + 64) != 0) return -1;
-    job.codes = memory;
-    job.scratch = (char *)memory + scratch;
-    job.row_scales = (float *)((char *)memory + (bytes + 63) / 64 * 64);
-    job.epilogue = (struct epilogue){.scales = layer->scales, .row_scales = job.row_scales, .bias = layer->bias,
-                                     .shifts = layer->shifts, .out = out, .columns = layer->columns,
-                                     .wide = layer->format == WIDE};
-    if (rows * layer->columns * layer->inputs < SMALL_PRODUCT) threads = 1;
-    if (threads > 1 && job.blocks < 4 * threads) {
-        job.parts = (4 * threads + job.blocks - 1) / job.blocks;
-        if (job.parts > job.groups) job.parts = job.groups;
-    }
-    job.items = job.blocks * job.parts;
-    job.threads = threads;
-    carousel_run(take_groups, &job, rows * layer->inputs < SMALL_ROWS ? 1 : threads);
-    carousel_run(take_blocks, &job, threads);
+    if (rows <= 0) return 0;
+    if (posix_memalign(&memory, 64, (size_t)carousel_linear_bytes(layer, rows)) != 0) return -1;
+    carousel_linear_begin(&linear, layer, x, x_stride, rows, out, layer->columns, memory);
+    carousel_run(encode_and_multiply, &linear, rows * layer->columns * layer->inputs < SMALL_PRODUCT ? 1 : threads);
     free(memory);
     return 0;
 }

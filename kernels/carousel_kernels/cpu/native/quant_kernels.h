@@ -1,13 +1,11 @@
 /* The products of 8-bit integers, one function per instruction set, and the choice between them; for quant.c alone.
  *
- * A product takes a group of up to GROUP rows of activations and one block of BLOCK output columns:
- *   codes    uint8 [depth][rows][4]: of depth * 4 inputs, four adjacent ones of each row; activation + 128
- *   weights  int8 [depth][BLOCK][4]
- *   sums     int32 [rows][BLOCK]: sum of code * weight, exactly
+ * A product takes a group of up to GROUP rows of activations and one block of PANEL output columns:
+ *   codes    uint8 [depth][STRIDE(rows)][4]: of depth * 4 inputs, four adjacent ones of each row; activation + 128
+ *   weights  int8 [depth][PANEL][4]
+ *   sums     int32 [rows][PANEL]: sum of code * weight, exactly
  * The dot-product instructions multiply unsigned bytes by signed ones, hence the 128, which the caller takes off again.
  */
-#define GROUP 12 /* rows: with the 2 vectors of a block, 24 of 32 vector registers are sums */
-#define BLOCK 32 /* output columns */
 #define RESTS 254.0f
 #define RUN 16 /* values that a turn keeps together */
 #define ROUNDER 12582912.0f /* 1.5 * 2^23: added to a small number, it leaves an integer */
@@ -19,11 +17,9 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-typedef void (*product)(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums);
 typedef void (*encoder)(const float *x, float inverse, uint8_t *codes, int64_t count);
 typedef void (*splitter)(const float *x, float inverse, uint8_t *codes, uint8_t *rests, float *scratch, int64_t count);
 typedef void (*turner)(const float *x, float *out, int64_t count, int64_t runs);
-typedef void (*finisher)(const int32_t *sums, const struct epilogue *e, int64_t row, int rows, int64_t column);
 
 /* What all instruction sets do alike; vectorised for each of them. */
 #define COMMON(NAME, TARGET)                                                                                          \
@@ -64,25 +60,24 @@ typedef void (*finisher)(const int32_t *sums, const struct epilogue *e, int64_t 
             rests[i] = (uint8_t)((int)((scratch[i] + ROUNDER) - ROUNDER) + 128);                                      \
     }                                                                                                                 \
     static TARGET void finish_##NAME(const int32_t *sums, const struct epilogue *e, int64_t row, int rows,            \
-                                     int64_t column) {                                                                \
+                                     int64_t column, int64_t width, float *out, int64_t stride) {                     \
         const int32_t *shift = e->shifts + column;                                                                    \
         const float *scale = e->scales + column;                                                                      \
-        const int64_t left = e->columns - column, width = left < BLOCK ? left : BLOCK;                                \
-        for (int r = 0; r < rows; r++, sums += BLOCK) {                                                               \
+        for (int r = 0; r < rows; r++, sums += PANEL, out += stride) {                                                \
             const float row_scale = e->row_scales[row + r];                                                           \
-            float *out = e->out + (row + r) * e->columns + column, scaled[BLOCK];                                     \
+            float scaled[PANEL];                                                                                      \
             if (e->wide) {                                                                                            \
-                const int32_t *rests = sums + BLOCK;                                                                  \
-                for (int i = 0; i < BLOCK; i++)                                                                       \
+                const int32_t *rests = sums + PANEL;                                                                  \
+                for (int i = 0; i < PANEL; i++)                                                                       \
                     scaled[i] = ((float)(sums[i] - shift[i]) + (float)(rests[i] - shift[i]) * (1.0f / RESTS)) *       \
                                 scale[i] * row_scale;                                                                 \
                 sums = rests;                                                                                         \
             } else {                                                                                                  \
-                for (int i = 0; i < BLOCK; i++) scaled[i] = (float)(sums[i] - shift[i]) * scale[i] * row_scale;       \
+                for (int i = 0; i < PANEL; i++) scaled[i] = (float)(sums[i] - shift[i]) * scale[i] * row_scale;       \
             }                                                                                                         \
             if (e->bias != NULL)                                                                                      \
-                for (int i = 0; i < BLOCK; i++) scaled[i] += e->bias[column + i];                                     \
-            if (width == BLOCK)                                                                                       \
+                for (int i = 0; i < PANEL; i++) scaled[i] += e->bias[column + i];                                     \
+            if (width == PANEL)                                                                                       \
                 memcpy(out, scaled, sizeof(scaled));                                                                  \
             else                                                                                                      \
                 memcpy(out, scaled, (size_t)width * sizeof(float));                                                   \
@@ -95,17 +90,19 @@ static void encode_base(const float *x, float inverse, uint8_t *codes, int64_t c
     for (int64_t i = 0; i < count; i++) codes[i] = (uint8_t)((int)lrintf(x[i] * inverse) + 128);
 }
 
-static void product_base(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums) {
+static void product_base(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums,
+                         struct ahead ahead) {
+    (void)ahead;
     for (int r = 0; r < rows; r++) {
-        int32_t sum[BLOCK] = {0};
+        int32_t sum[PANEL] = {0};
         const int8_t *w = weights;
-        for (int64_t k = 0; k < depth; k++, w += BLOCK * 4) {
-            const uint8_t *a = codes + (k * rows + r) * 4;
+        for (int64_t k = 0; k < depth; k++, w += PANEL * 4) {
+            const uint8_t *a = codes + (k * STRIDE(rows) + r) * 4;
             const int32_t a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
-            for (int i = 0; i < BLOCK; i++)
+            for (int i = 0; i < PANEL; i++)
                 sum[i] += a0 * w[4 * i] + a1 * w[4 * i + 1] + a2 * w[4 * i + 2] + a3 * w[4 * i + 3];
         }
-        memcpy(sums + r * BLOCK, sum, sizeof(sum));
+        memcpy(sums + r * PANEL, sum, sizeof(sum));
     }
 }
 
@@ -150,14 +147,16 @@ INLINE int32_t four(const uint8_t *codes) {
 }
 
 /* Without a dot-product instruction: pairs of 16-bit products, eight sums of half a column each. */
-static AVX2 void product_avx2(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums) {
+static AVX2 void product_avx2(const uint8_t *codes, int rows, const int8_t *weights, int64_t depth, int32_t *sums,
+                              struct ahead ahead) {
+    (void)ahead;
     for (int r = 0; r < rows; r++) {
         __m256i sum[8];
         const int8_t *w = weights;
         UNROLL
         for (int i = 0; i < 8; i++) sum[i] = _mm256_setzero_si256();
-        for (int64_t k = 0; k < depth; k++, w += BLOCK * 4) {
-            const __m128i bytes = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(four(codes + (k * rows + r) * 4)));
+        for (int64_t k = 0; k < depth; k++, w += PANEL * 4) {
+            const __m128i bytes = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(four(codes + (k * STRIDE(rows) + r) * 4)));
             const __m256i a = _mm256_broadcastq_epi64(bytes);
             UNROLL
             for (int i = 0; i < 8; i++) {
@@ -168,21 +167,28 @@ static AVX2 void product_avx2(const uint8_t *codes, int rows, const int8_t *weig
         UNROLL
         for (int i = 0; i < 8; i += 2) {
             const __m256i both = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sum[i], sum[i + 1]), 0xd8);
-            _mm256_storeu_si256((__m256i *)(sums + r * BLOCK + 4 * i), both);
+            _mm256_storeu_si256((__m256i *)(sums + r * PANEL + 4 * i), both);
         }
     }
 }
 
 #define VNNI256_ROWS 2 /* with 4 vectors of columns, 8 of 16 registers are sums */
 
+/* Call for what this step of a product shall: two lines if they are all to be fetched while there is one group. */
+INLINE void call_ahead(struct ahead *ahead) {
+    _mm_prefetch(ahead->from, _MM_HINT_T0);
+    if (ahead->step > 64) _mm_prefetch(ahead->from + 64, _MM_HINT_T0);
+    ahead->from += ahead->step;
+}
+
 INLINE VNNI256 void tile_256(const int ROWS, const uint8_t *codes, int64_t stride, const int8_t *w, int64_t depth,
-                             int32_t *sums) {
+                             int32_t *sums, struct ahead ahead) {
     __m256i sum[VNNI256_ROWS][4];
     UNROLL
     for (int r = 0; r < ROWS; r++)
         UNROLL
         for (int i = 0; i < 4; i++) sum[r][i] = _mm256_setzero_si256();
-    for (int64_t k = 0; k < depth; k++, codes += stride, w += BLOCK * 4) {
+    for (int64_t k = 0; k < depth; k++, codes += stride, w += PANEL * 4) {
         __m256i a[VNNI256_ROWS];
         UNROLL
         for (int r = 0; r < ROWS; r++) a[r] = _mm256_set1_epi32(four(codes + 4 * r));
@@ -192,27 +198,28 @@ INLINE VNNI256 void tile_256(const int ROWS, const uint8_t *codes, int64_t strid
             UNROLL
             for (int r = 0; r < ROWS; r++) sum[r][i] = _mm256_dpbusd_avx_epi32(sum[r][i], a[r], right);
         }
-        _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + AHEAD + 64, _MM_HINT_T0);
+        call_ahead(&ahead);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++)
         UNROLL
-        for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i *)(sums + r * BLOCK + 8 * i), sum[r][i]);
+        for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i *)(sums + r * PANEL + 8 * i), sum[r][i]);
 }
 
-static VNNI256 void product_vnni256(const uint8_t *codes, int rows, const int8_t *w, int64_t depth, int32_t *sums) {
+static VNNI256 void product_vnni256(const uint8_t *codes, int rows, const int8_t *w, int64_t depth, int32_t *sums,
+                                    struct ahead ahead) {
     int r = 0;
     for (; r + VNNI256_ROWS <= rows; r += VNNI256_ROWS)
-        tile_256(VNNI256_ROWS, codes + 4 * r, 4 * (int64_t)rows, w, depth, sums + r * BLOCK);
-    if (r < rows) tile_256(1, codes + 4 * r, 4 * (int64_t)rows, w, depth, sums + r * BLOCK);
+        tile_256(VNNI256_ROWS, codes + 4 * r, 4 * (int64_t)STRIDE(rows), w, depth, sums + r * PANEL, ahead);
+    if (r < rows) tile_256(1, codes + 4 * r, 4 * (int64_t)STRIDE(rows), w, depth, sums + r * PANEL, ahead);
 }
 
-INLINE VNNI512 void tile_512(const int ROWS, const uint8_t *codes, const int8_t *w, int64_t depth, int32_t *sums) {
+INLINE VNNI512 void tile_512(const int ROWS, const uint8_t *codes, const int8_t *w, int64_t depth, int32_t *sums,
+                             struct ahead ahead) {
     __m512i sum[GROUP][2];
     UNROLL
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
-    for (int64_t k = 0; k < depth; k++, codes += 4 * ROWS, w += BLOCK * 4) {
+    for (int64_t k = 0; k < depth; k++, codes += 4 * STRIDE(ROWS), w += PANEL * 4) {
         const __m512i low = _mm512_loadu_si512(w), high = _mm512_loadu_si512(w + 64);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
@@ -220,20 +227,20 @@ INLINE VNNI512 void tile_512(const int ROWS, const uint8_t *codes, const int8_t 
             sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, low);
             sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, high);
         }
-        _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + AHEAD + 64, _MM_HINT_T0);
+        call_ahead(&ahead);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-        _mm512_storeu_si512(sums + r * BLOCK, sum[r][0]);
-        _mm512_storeu_si512(sums + r * BLOCK + 16, sum[r][1]);
+        _mm512_storeu_si512(sums + r * PANEL, sum[r][0]);
+        _mm512_storeu_si512(sums + r * PANEL + 16, sum[r][1]);
     }
 }
 
-static VNNI512 void product_vnni512(const uint8_t *codes, int rows, const int8_t *w, int64_t depth, int32_t *sums) {
-#define CASE(n)                                \
-    case n:                                    \
-        tile_512(n, codes, w, depth, sums);    \
+static VNNI512 void product_vnni512(const uint8_t *codes, int rows, const int8_t *w, int64_t depth, int32_t *sums,
+                                    struct ahead ahead) {
+#define CASE(n)                                    \
+    case n:                                        \
+        tile_512(n, codes, w, depth, sums, ahead); \
         return;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
