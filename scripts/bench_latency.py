@@ -5,7 +5,8 @@
 
 ``interference``: streams run; then a prompt of 4,000 tokens enters beside them. The latency between the tokens of the
 streams is taken over as much time without the prompt as with it (the time from its arrival to its first token), in
-turns. ``prefix``: 16 clients at a time ask short questions, in turns with and without 1,024 shared tokens in front.
+turns. ``prefix``: 16 clients ask short questions, in turns with and without 1,024 shared tokens in front; all of them
+at once, and then each as soon as it has its last answer, of 16 to 64 tokens.
 Flags of `carousel serve` that name the model and the engine's settings may follow ``--``.
 """
 
@@ -25,6 +26,7 @@ from carousel.engine.request import GenerationRequest, SamplingParams
 from carousel.standalone import engines
 
 LONG, SHARED, QUESTION = 4000, 1024, 24
+ANSWER = 16, 64  # tokens, any number between
 _draw = random.Random(0)
 
 
@@ -97,21 +99,33 @@ async def interference(engine: Engine, streams: int, rounds: int) -> None:
     )
 
 
+async def ask(engine: Engine, front: list[int], times: int, found: list[float]) -> None:
+    """A client with one question after another. Of several the first is not counted: all clients' come at once, later
+    ones when the last answer is there."""
+    for turn in range(times):
+        seconds = await first_token(engine, front + tokens(QUESTION), _draw.randint(*ANSWER))
+        if turn or times == 1:
+            found.append(seconds)
+
+
 async def prefix(engine: Engine, clients: int, rounds: int) -> None:
     shared = tokens(SHARED)
     await first_token(engine, shared)
-    with_prefix: list[float] = []
-    without: list[float] = []
-    for _ in range(rounds):
-        fronts: tuple[tuple[list[float], list[int]], ...] = ((without, []), (with_prefix, shared))
-        for found, front in fronts:
-            prompts = [front + tokens(QUESTION) for _ in range(clients)]
-            found += await asyncio.gather(*(first_token(engine, prompt, 16) for prompt in prompts))
-    ratio = statistics.median(with_prefix) / statistics.median(without)
-    print(
-        f"time to first token, median of {rounds} x {clients} clients: {milliseconds(without, 0.5)} without, "
-        f"{milliseconds(with_prefix, 0.5)} behind {SHARED} cached tokens: {ratio:.2f} x"
-    )
+    for name, times in (("all at once", 1), ("each as soon as its last answer is there", 6)):
+        with_prefix: list[float] = []
+        without: list[float] = []
+        took = {id(without): 0.0, id(with_prefix): 0.0}
+        for _ in range(rounds):
+            for found, front in ((without, []), (with_prefix, shared)):
+                started = time.perf_counter()
+                await asyncio.gather(*(ask(engine, front, times, found) for _ in range(clients)))
+                took[id(found)] += time.perf_counter() - started
+        ratio = statistics.median(with_prefix) / statistics.median(without)
+        print(
+            f"time to first token, median of {rounds} x {clients} clients, {name}: {milliseconds(without, 0.5)} "
+            f"without, {milliseconds(with_prefix, 0.5)} behind {SHARED} cached tokens: {ratio:.2f} x; "
+            f"answers in {took[id(with_prefix)] / took[id(without)]:.2f} x the time"
+        )
 
 
 def main() -> None:

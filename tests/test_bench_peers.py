@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts.peers.install import Installation, Unavailable, last_words
 from scripts.peers.job import Job, Pass, Record, Request, answer, answer_in, read_job, run_steps
-from scripts.peers.results import Results, short_figures, table
+from scripts.peers.results import Results, table
+
+from carousel.bench.measure import LATENCIES
+from carousel.bench.workload import WorkItem, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,9 +72,9 @@ def test_a_job_goes_through_a_file_and_wrong_lengths_are_refused(
         answer(job, lambda _: [Record(0.0, [(0.5, 1)])])
 
 
-def figures(rate: float, tpot: float = 0.01) -> dict[str, float | None]:
+def figures(rate: float, tpot: float = 0.01) -> dict[str, Any]:
     spread = {"mean": tpot, "p50": tpot, "p99": 2 * tpot}
-    return short_figures({"output_tokens_per_second": rate, "ttft": spread, "tpot": spread})
+    return {"output_tokens_per_second": rate} | dict.fromkeys(LATENCIES, spread)
 
 
 def test_results_are_kept_and_ratios_are_those_of_rounds(tmp_path: Path) -> None:
@@ -88,6 +94,49 @@ def test_results_are_kept_and_ratios_are_those_of_rounds(tmp_path: Path) -> None
     assert "| openvino-int8 | 3 | 90.0 | 10 / 20 | 10 / 20 | 2.00 x |" in text
     assert text.endswith("| vllm-bf16 | not run: no wheel |")
     assert "| carousel-int8 | 1 | 200.0 |" in table(again.runs, "single", ["carousel-int8"], {})
+
+
+def test_a_file_of_other_figures_is_not_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    Results(file, "digest", "cpu").add(1, "carousel-int8", "offline", figures(1))
+    for line in ('{"round": 1}', "not JSON", file.read_text().strip().replace('"ttft"', '"ttft_p50"')):
+        (tmp_path / "other.jsonl").write_text(file.read_text() + line + "\n")
+        with pytest.raises(ValueError, match=r"other\.jsonl: line 2 is no run .*: name another file"):
+            Results(tmp_path / "other.jsonl", "digest", "cpu")
+
+
+def test_measurements_end_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the contestants and passes that were asked for, whatever else the file has."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    bench_peers = importlib.import_module("bench_peers")
+    file = tmp_path / "results.jsonl"
+    items = tuple(WorkItem(str(place), "", (1, 2), 3, 0.1) for place in range(4))
+    options = argparse.Namespace(
+        results=file, out=tmp_path / "report", minutes=1, home=tmp_path, repeat=2, batch=16,
+        contestants=["carousel-int8", "openvino-int8"], passes=["offline", "rate:1", "rate:2"],
+    )  # fmt: skip
+    bench = bench_peers.Bench(options, Workload("four", items))
+    for number in (1, 2):
+        for place, contestant in enumerate(("carousel-int8", "openvino-int8", "vllm-bf16"), 1):
+            for name in ("offline", "rate:1", "rate:2"):
+                one = bench_peers.pass_of(name, bench.workload)
+                times = [
+                    (request.at, [(request.at + place * 0.1 * n, 1) for n in (1, 2, 3)]) for request in one.requests
+                ]
+                bench.results.add(number, contestant, name, bench_peers.figures_of(one, times))
+    assert bench.measure()  # nothing is left to do
+    names = [path.name for path in bench.report()]
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "vllm" not in text
+    assert "openvino-int8: better by" in text
+    assert {
+        "report.html",
+        "report.md",
+        *(f"engines-beside-each-other-requests-by-arrival-{kind}.png" for kind in ("curves", "load", "times")),
+    } == set(names)
+    ours = bench.results.runs[0].figures
+    assert ours["ttft"]["p50"] == pytest.approx(0.1)
+    assert ours["record"]["requests"]["gaps"][0] == [1000, 1000]
 
 
 def test_the_answer_is_found_behind_what_an_engine_says_last() -> None:

@@ -86,20 +86,26 @@ class TestReading:
                 "round": turn,
                 "contestant": who,
                 "name": name,
-                "figures": {"output_tokens_per_second": rate, "ttft_p99": 2.0},
+                "figures": {**bench([2.0]), "output_tokens_per_second": rate},
             }
-            for name in ("offline", "rate:2.5")
+            for name in ("offline", "rate:2.5", "rate:5", "single")
             for turn in (1, 2, 3)
             for who, rate in (("ours", 100.0 * turn), ("theirs", 50.0))
         ]
         path = tmp_path / "results.jsonl"
         path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-        offline, paced = read([str(path)])
-        assert (offline.labels, offline.rates, paced.rates) == (["ours", "theirs"], [math.inf], [2.5])
-        ours, theirs = offline.at(math.inf)
+        arriving, single = read([str(path)])
+        assert (arriving.labels, arriving.rates) == (["ours", "theirs"], [2.5, 5.0, math.inf])
+        assert (single.labels, single.rates) == (["ours", "theirs"], [math.inf])
+        ours, theirs = arriving.at(math.inf)
         assert ours.figures["output_tokens_per_second"] == 200.0
         assert ratio(theirs, ours, TOKENS).value == 4.0
-        assert len(document.sections([offline])[0].parts) == 1  # a table; there is nothing to draw
+        drawn = [
+            [part.name for part in document.sections([one])[0].parts if isinstance(part, document.Picture)]
+            for one in (arriving, single)
+        ]
+        assert "engines-beside-each-other-requests-by-arrival-load" in drawn[0]
+        assert not any(name.endswith("-load") for name in drawn[1])
         path.write_text('{"round": 1}')
         with pytest.raises(ReportError, match=r"results\.jsonl: line 1: no round of bench_peers"):
             read([str(path)])
@@ -276,7 +282,7 @@ class TestPage:
     def test_pictures_are_drawn_with_readable_text(self, page: Page) -> None:
         assert page.pictures == [
             *("goodput-goodput.png",),
-            *(f"static-continuous-{kind}.png" for kind in ("batch", "curves", "times", "within")),
+            *(f"static-continuous-{kind}.png" for kind in ("batch", "curves", "load", "times", "within")),
         ]
         words = {text for svg in page.svgs for text in (item.text for item in svg.iter() if item.text)}
         assert {"static, 2/s", "<continuous>, 2/s", "waiting", "TTFT, p99, s", "seconds"} <= words

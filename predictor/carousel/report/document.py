@@ -69,6 +69,7 @@ def _section(experiment: Experiment, limits: Limits) -> Section:
         ("batch", plots.batch(experiment, shown), "Who sat on the batch when; below, the queue and the KV memory."),
         ("groups", plots.by_group(experiment, groups.get(pictured, {})), "What each did for each group of requests."),
         ("curves", plots.curves(experiment), "Latency against throughput, one point for each rate of arrivals."),
+        ("load", plots.offered(experiment), "Throughput and latency against offered load."),
         (
             "times",
             plots.distributions(experiment, shown),

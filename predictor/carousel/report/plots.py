@@ -101,6 +101,36 @@ def curves(experiment: Experiment) -> Figure | None:
     return figure
 
 
+@drawn
+def offered(experiment: Experiment) -> Figure | None:
+    """Throughput and latency against the rate of arrivals; None with fewer than two of them. Latencies are shown up to
+    four times their median, which the slowest leave."""
+    rates = [rate for rate in experiment.rates if not math.isinf(rate)]
+    if len(rates) < 2:
+        return None
+    figure = Figure(figsize=(_WIDTH, 3.2))
+    panels = figure.subplots(1, 3)
+    metrics = (("output tokens/s", None), ("TTFT, p99, s", "ttft"), ("TPOT, p99, s", "tpot"))
+    for axes, (title, metric) in zip(panels, metrics, strict=True):
+        shown: list[float] = []
+        for label in experiment.labels:
+            points = [
+                (run.rate, run.figures["output_tokens_per_second"] if metric is None else run.figures[metric]["p99"])
+                for run in experiment.of(label)
+                if not math.isinf(run.rate)
+            ]
+            known = [(rate, value) for rate, value in points if value is not None]
+            shown += [value for _, value in known]
+            across, up = [rate for rate, _ in known], [value for _, value in known]
+            axes.plot(across, up, "o-", label=label, color=colour(experiment, label), ms=4)
+        top = max(shown, default=1.0)
+        if metric is not None and shown:
+            top = min(top, 4 * float(np.median(shown)))
+        axes.set(title=title, xlabel="offered load, requests/s", xlim=(0, None), ylim=(0, 1.05 * top))
+    panels[0].legend(fontsize=7)
+    return figure
+
+
 def _cumulated(axes: Axes, values: Any, label: str, tone: str) -> None:
     ordered = np.sort(np.asarray(values, float))
     shares = np.arange(1, len(ordered) + 1) / len(ordered)

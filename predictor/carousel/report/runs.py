@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from carousel.bench.measure import LATENCIES, STATISTICS, median_figures
+from carousel.bench.measure import LATENCIES, median_figures
 
 Figures = Mapping[str, Any]
 _NOT_MEASURED = ("record", "runs", "settings", "machine", "workload", "goodput", "rate", "repeat", "concurrency")
@@ -132,20 +132,19 @@ def _of_file(path: Path, label: str) -> Iterator[Run]:
 
 
 def _of_peers(lines: Sequence[Any], path: Path) -> Iterator[Run]:
-    """The rounds that ``scripts/bench_peers.py --results`` keeps, a line each; an experiment for each of its passes."""
+    """The rounds that ``scripts/bench_peers.py --results`` keeps, a line each: one experiment of all rates of arrivals,
+    and one of requests that come one at a time."""
     for place, line in enumerate(lines, start=1):
         try:
-            name, contestant, flat = line["name"], line["contestant"], line["figures"]
-            figures: dict[str, Any] = {latency: dict.fromkeys(STATISTICS) for latency in LATENCIES}
-            figures["output_tokens_per_second"] = flat["output_tokens_per_second"]
-            for key, value in flat.items():
-                latency, _, statistic = key.partition("_")
-                if latency in LATENCIES and statistic in STATISTICS:
-                    figures[latency][statistic] = value
+            name, contestant, figures = line["name"], line["contestant"], line["figures"]
             rate = float(name.removeprefix("rate:")) if name.startswith("rate:") else math.inf
+            if not all(isinstance(figures[latency], dict) for latency in LATENCIES):
+                raise TypeError("no latencies")
+            figures["output_tokens_per_second"] += 0.0
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ReportError(f"{path}: line {place}: no round of bench_peers ({error!r})") from None
-        yield Run(f"Engines beside each other: {name}", contestant, rate, figures, [figures], path.name)
+        about = "one request at a time" if name == "single" else "requests by arrival"
+        yield Run(f"Engines beside each other: {about}", contestant, rate, figures, [figures], path.name)
 
 
 def _run(data: Figures, path: Path, label: str) -> Run:
