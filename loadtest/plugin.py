@@ -14,10 +14,12 @@ from locust import events, runners
 from locust.runners import MasterRunner, WorkerRunner
 
 from carousel.bench import scrape
+from carousel.bench.slo import TOTAL
 from carousel.bench.workload import WorkloadError
 from loadtest import report, slo, web
 from loadtest.arrivals import ArrivalError
-from loadtest.figures import Board
+from loadtest.figures import Board, Row
+from loadtest.history import History
 from loadtest.options import add_options, authorization, problems, slos_of
 from loadtest.protocols import Target
 from loadtest.shapes import TrafficShape
@@ -58,6 +60,11 @@ class Plugin:
         """The share of a CPU that this process has taken since the test began; at 1 it is the bottleneck."""
         cpu_s, wall_s = time.process_time() - self.began[0], time.monotonic() - self.began[1]
         return cpu_s / wall_s if wall_s else 0.0
+
+    def look(self) -> tuple[Row | None, float | None]:
+        """The row of all requests, and the seconds since the test began; None for what there is not."""
+        running = self.running and not self.failed
+        return self.board.rows().get(TOTAL), time.monotonic() - self.began[1] if running else None
 
     @property
     def is_worker(self) -> bool:
@@ -288,7 +295,9 @@ def _on_init(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         runner.register_message(_DONE, plugin.on_done)
         environment.events.worker_report.add_listener(plugin.on_worker_report)
     if web_ui is not None:
-        web.add_tab(web_ui, plugin.board)
+        history = History(plugin.look)
+        gevent.spawn(history.follow)
+        web.add_tab(web_ui, plugin.board, history)
     hooks = environment.events
     hooks.test_start.add_listener(plugin.on_test_start)
     hooks.test_stopping.add_listener(plugin.on_test_stopping)

@@ -1,14 +1,20 @@
-"""A tab "Tokens" in locust's web UI, through its own means: a table, and two downloads."""
+"""A tab "Tokens" in locust's web UI, through its own means: a table, two downloads, and a page of charts beside them.
+
+Locust draws its own charts in its script, which takes no further ones: ours are a page of its web server, which the tab
+of downloads leads to.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from flask import Response, request
 
 from loadtest import report
 from loadtest.figures import Board
+from loadtest.history import History
 
 _TAB = "tokens"
 _SHOWN = {
@@ -39,7 +45,7 @@ def _rows(board: Board) -> list[dict[str, Any]]:
     return [{key: value(key, row[key]) for key in _SHOWN} for row in flat]
 
 
-def add_tab(web_ui: Any, board: Board) -> None:
+def add_tab(web_ui: Any, board: Board, history: History) -> None:
     """Extend locust's ``WebUI``. Its page reads tabs and tables from the template arguments and their rows from
     ``/stats/requests``; its script turns ``snake_case`` keys into ``camelCase`` on both sides."""
     web_ui.template_args["extended_tabs"] = [{"title": "Tokens", "key": _TAB}]
@@ -48,6 +54,7 @@ def add_tab(web_ui: Any, board: Board) -> None:
     web_ui.template_args["extended_csv_files"] = [
         {"href": "./tokens/csv", "title": "Download token statistics CSV"},
         {"href": "./tokens/json", "title": "Download token statistics JSON"},
+        {"href": "./tokens/charts", "title": "Charts of tokens over time"},
     ]
 
     @web_ui.app.after_request
@@ -66,3 +73,13 @@ def add_tab(web_ui: Any, board: Board) -> None:
     @web_ui.auth_required_if_enabled
     def tokens_json() -> Response:
         return Response(report.to_json(board.rows(), {}), mimetype="application/json")
+
+    @web_ui.app.route("/tokens/charts")
+    @web_ui.auth_required_if_enabled
+    def tokens_charts() -> Response:
+        return Response(Path(__file__).with_name("charts.html").read_text("utf-8"), mimetype="text/html")
+
+    @web_ui.app.route("/tokens/history")
+    @web_ui.auth_required_if_enabled
+    def tokens_history() -> Response:
+        return Response(json.dumps(history.points), mimetype="application/json")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import shutil
 import statistics
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -232,6 +235,65 @@ def test_a_master_with_two_workers_equals_one_process(tmp_path: Path, whole: Who
     gaps = [after - before for _, _, times, *_ in server.sent for before, after in pairwise(times)]
     assert row["itl"]["mean"] == pytest.approx(statistics.fmean(gaps), rel=0.25)
     assert ended.row("chat")["queue"]["p50"] == pytest.approx(0.25)
+
+
+BROWSER = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        opened = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened.set_default_timeout(30_000)
+        yield opened
+        browser.close()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (CHROMIUM names one)")
+def test_a_browser_sees_the_tab_and_the_charts(page: Any, tmp_path: Path) -> None:
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    with fake_server(tmp_path, "first=0.3", "gap=0.02") as server:
+        port = free_port()
+        words = ("--web-host", "127.0.0.1", "--web-port", str(port), "--autostart", "--only-summary")
+        size = ("--requests", "400", "--max-output-tokens", "12", "--rate", "20", "--workload", "tenants")
+        locust = start(server, *words, *size)
+        try:
+            wait_for(lambda: _answers(port))
+            page.goto(f"http://127.0.0.1:{port}/")
+            page.get_by_role("tab", name="Tokens").click()
+            page.get_by_text("TTFT p99 (ms)").wait_for()
+            page.get_by_role("tab", name="Download Data").click()
+            address = page.get_by_role("link", name="Charts of tokens over time").get_attribute("href")
+            page.goto(f"http://127.0.0.1:{port}/{address}")
+            charts = page.get_by_role("img")
+            charts.nth(4).wait_for()
+            wait_for(lambda: page.locator("polyline").nth(1).get_attribute("points").count(",") >= 3 or None)
+            labels = [charts.nth(place).get_attribute("aria-label") for place in range(5)]
+            if "SCREENSHOT" in os.environ:
+                page.screenshot(path=os.environ["SCREENSHOT"])
+            page.get_by_role("link", name="Back to locust").click()
+            page.get_by_role("tab", name="Tokens").wait_for()
+        finally:
+            locust.terminate()
+            finish(locust)
+    assert not faults
+    first = re.fullmatch(r"Time to first token, ms: p50 ([\d.]+), p99 ([\d.]+)", labels[2])
+    assert first is not None
+    assert 300 <= float(first[1]) <= float(first[2])
+    assert labels[4].startswith("Queue time by the server")
+
+
+def _answers(port: int) -> bool | None:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/tokens/history", timeout=5):
+            return True
+    except OSError:
+        return None
 
 
 def test_the_web_ui_has_a_tab_of_tokens(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loadtest.arrivals import ArrivalError, Shape
 from loadtest.figures import Board, Observation, Row
+from loadtest.history import MOST_POINTS, History
 from loadtest.options import add_options, problems
 from loadtest.protocols import AnswerError, Target
 from loadtest.sources import Limits, open_workload, prompt_of
@@ -122,6 +123,44 @@ class TestFigures:
             merged = master.rows()[name]
             assert (merged.counts, merged.start, merged.end) == (row.counts, row.start, row.end)
             assert {key: h.buckets for key, h in merged.times.items()} == {k: h.buckets for k, h in row.times.items()}
+
+    def test_points_over_time_are_of_what_ended_since_the_last(self) -> None:
+        board, now = Board(), [None]
+        history = History(lambda: (board.rows().get("all"), now[0]))
+        history.take()
+        assert history.points == []  # no test is running
+        now[0] = 2.0
+        history.take()
+        board.add(seen_of(output_tokens=4, queue=0.25))
+        board.add(seen_of(output_tokens=6, deltas=[(10.5, 6)]))
+        now[0] = 4.0
+        history.take()
+        board.add(seen_of(output_tokens=4, deltas=[(13.0, 4)]))
+        now[0] = 6.0
+        history.take()
+        first, second, third = history.points
+        assert (first["at"], first["requests_per_second"], first["ttft_p99"]) == (2.0, 0, None)
+        assert (second["requests_per_second"], second["output_tokens_per_second"]) == (1.0, 5.0)
+        assert second["queue_p50"] == pytest.approx(0.25, rel=GROWTH - 1)
+        assert (third["requests_per_second"], third["output_tokens_per_second"]) == (0.5, 2.0)
+        assert third["ttft_p50"] == third["ttft_p99"] == pytest.approx(3.0, rel=GROWTH - 1)
+        board.clear()
+        now[0] = 2.0  # another test
+        history.take()
+        assert [point["at"] for point in history.points] == [2.0]
+
+    def test_a_long_test_has_fewer_points_further_apart(self) -> None:
+        now = [0.0]
+        history = History(lambda: (None, now[0]))
+        seconds = history.seconds
+        for _ in range(3 * MOST_POINTS):
+            now[0] += history.seconds
+            history.take()
+        assert MOST_POINTS // 2 <= len(history.points) <= MOST_POINTS
+        assert history.seconds == 16 * seconds  # one halving after 900 points, and one for each 450 more
+        gaps = {after["at"] - before["at"] for before, after in itertools.pairwise(history.points)}
+        assert gaps == {16 * seconds}
+        assert history.points[-1]["at"] == now[0]
 
     def test_table_csv_and_json_agree(self) -> None:
         board = Board()

@@ -55,6 +55,20 @@ class Histogram:
         self.total += other.total
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
+    def copy(self) -> Self:
+        """The same, on its own from now on."""
+        return type(self)(self.count, self.total, self.least, self.most, dict(self.buckets))
+
+    def since(self, earlier: Histogram) -> Histogram:
+        """What was counted after ``earlier``, an older copy of this one. Least and greatest are to within a bucket."""
+        buckets = {
+            bucket: times - earlier.buckets.get(bucket, 0)
+            for bucket, times in self.buckets.items()
+            if times > earlier.buckets.get(bucket, 0)
+        }
+        least, most = (_middle(min(buckets)), _middle(max(buckets))) if buckets else (math.inf, 0.0)
+        return Histogram(self.count - earlier.count, self.total - earlier.total, least, most, buckets)
+
     @property
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None
