@@ -128,6 +128,7 @@ def test_measurements_end_in_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     names = [path.name for path in bench.report()]
     text = (tmp_path / "report" / "report.md").read_text()
     assert "vllm" not in text
+    assert "None" not in text
     assert "openvino-int8: better by" in text
     assert {
         "report.html",

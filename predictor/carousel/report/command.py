@@ -118,7 +118,7 @@ def facts(experiments: Sequence[Experiment]) -> list[str]:
         machine = run.figures.get("machine")
         if machine:
             parts = [
-                f"model {run.figures.get('model')}",
+                f"model {run.figures['model']}" if run.figures.get("model") else "",
                 f"{machine['cpus']} CPUs of {machine['cpu']}",
                 f"torch {machine['torch']}",
                 f"Carousel {machine['carousel']}",
