@@ -7,7 +7,6 @@ from typing import Any
 
 import gevent
 
-from carousel.bench.histogram import Histogram
 from loadtest.figures import Row
 
 SECONDS = 2.0
@@ -20,8 +19,8 @@ class History:
     as far apart.
 
     Args:
-        look: the row of all requests so far, None before the first has ended; and the seconds since the test began, or
-            None while none is running.
+        look: the row of all requests so far, a copy that nobody adds to, None before the first has ended; and the
+            seconds since the test began, or None while none is running.
     """
 
     def __init__(self, look: Callable[[], tuple[Row | None, float | None]]) -> None:
@@ -33,7 +32,7 @@ class History:
         self.seconds = SECONDS
         self._at = 0.0
         self._requests = self._tokens = 0
-        self._times = {name: Histogram() for name in _TIMES}
+        self._times = Row().times
 
     def follow(self) -> None:
         """Take a point again and again; the body of a greenlet."""
@@ -43,12 +42,13 @@ class History:
 
     def take(self) -> None:
         """Add a point, if a test is running. A test that has begun since the last one begins a new history."""
-        row, at = self._look()
+        found, at = self._look()
         if at is None:
             return
-        if at <= self._at or (row is not None and row.counts["requests"] < self._requests):
+        row = found or Row()
+        requests, tokens = row.counts["requests"], row.counts["output_tokens"]
+        if at <= self._at or requests < self._requests:
             self._clear()
-        requests, tokens = (row.counts["requests"], row.counts["output_tokens"]) if row is not None else (0, 0)
         wall = max(at - self._at, 1e-3)
         point: dict[str, Any] = {
             "at": round(at, 2),
@@ -56,12 +56,9 @@ class History:
             "output_tokens_per_second": (tokens - self._tokens) / wall,
         }
         for name, quantiles in _TIMES.items():
-            new = Histogram() if row is None else row.times[name].since(self._times[name])
-            summary = new.summary()
+            summary = row.times[name].since(self._times[name]).summary()
             point |= {f"{name}_{quantile}": summary[quantile] for quantile in quantiles}
-            if row is not None:
-                self._times[name] = row.times[name].copy()
-        self._at, self._requests, self._tokens = at, requests, tokens
+        self._at, self._requests, self._tokens, self._times = at, requests, tokens, row.times
         self.points.append(point)
         if len(self.points) > MOST_POINTS:
             self.points = self.points[::2]

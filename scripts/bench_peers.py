@@ -170,7 +170,6 @@ class Bench:
     def __init__(self, options: argparse.Namespace, workload: Workload) -> None:
         self.options, self.workload = options, workload
         self.results = Results(options.results, workload.digest, f"{machine()['cpu']}, {available_cpus()} CPUs")
-        self.options.results.parent.mkdir(parents=True, exist_ok=True)
         self.reasons: dict[str, str] = {}
         self._deadline = time.monotonic() + 60 * options.minutes
         self._installation = Installation(options.home, [PEERS_TORCH, *torch_arguments("cpu")[1:]], resolve(MODEL))

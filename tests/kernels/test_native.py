@@ -21,6 +21,19 @@ from carousel_kernels.cpu import native
 pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled operators")
 BITS = pytest.mark.parametrize("bits", [128, 256, 512])
 ONE_OR_TWO = st.sampled_from([1, 2])
+SEQUENCES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 400), st.just(1)),
+        st.tuples(st.integers(0, 150), st.integers(2, 120)),
+        st.tuples(st.sampled_from([14, 15, 16, 47, 48, 63, 64, 65]), st.sampled_from([1, 2, 16, 17, 64])),
+    ),
+    min_size=1,
+    max_size=7,
+)
+"""(Tokens computed before, new tokens) of each."""
+HEADS = st.sampled_from([(1, 1), (9, 3), (2, 2), (5, 1), (8, 4), (14, 2), (32, 1)])
+WINDOWS = st.none() | st.integers(1, 200)
+SOFTCAPS = st.none() | st.sampled_from([1.5, 50.0])
 
 
 @contextmanager
@@ -51,19 +64,11 @@ def reference(batch: Batch, **options: float | None) -> torch.Tensor:
 @BITS
 @settings(max_examples=80, deadline=None)
 @given(
-    sequences=st.lists(
-        st.one_of(
-            st.tuples(st.integers(0, 400), st.just(1)),
-            st.tuples(st.integers(0, 150), st.integers(2, 120)),
-            st.tuples(st.sampled_from([14, 15, 16, 47, 48, 63, 64, 65]), st.sampled_from([1, 2, 16, 17, 64])),
-        ),
-        min_size=1,
-        max_size=7,
-    ),
-    heads=st.sampled_from([(1, 1), (9, 3), (2, 2), (5, 1), (8, 4), (14, 2), (32, 1)]),
+    sequences=SEQUENCES,
+    heads=HEADS,
     dim=st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128, 256]),
-    window=st.none() | st.integers(1, 200),
-    softcap=st.none() | st.sampled_from([1.5, 50.0]),
+    window=WINDOWS,
+    softcap=SOFTCAPS,
     threads=ONE_OR_TWO,
     seed=st.integers(0, 1000),
 )
@@ -228,19 +233,11 @@ def test_rope_writes_to_a_cache_of_bfloat16(bits: int, tokens: int, rotary: int,
 @pytest.mark.skipif(not native.dots(), reason="no dot products of bfloat16")
 @settings(max_examples=80, deadline=None)
 @given(
-    sequences=st.lists(
-        st.one_of(
-            st.tuples(st.integers(0, 400), st.just(1)),
-            st.tuples(st.integers(0, 150), st.integers(2, 120)),
-            st.tuples(st.sampled_from([14, 15, 16, 47, 48, 63, 64, 65]), st.sampled_from([1, 2, 16, 17, 64])),
-        ),
-        min_size=1,
-        max_size=7,
-    ),
-    heads=st.sampled_from([(1, 1), (9, 3), (2, 2), (5, 1), (8, 4), (14, 2), (32, 1)]),
+    sequences=SEQUENCES,
+    heads=HEADS,
     dim=st.sampled_from([32, 64, 96, 128, 256, 48]),
-    window=st.none() | st.integers(1, 200),
-    softcap=st.none() | st.sampled_from([1.5, 50.0]),
+    window=WINDOWS,
+    softcap=SOFTCAPS,
     threads=ONE_OR_TWO,
     seed=st.integers(0, 1000),
 )

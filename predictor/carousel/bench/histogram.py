@@ -55,10 +55,6 @@ class Histogram:
         self.total += other.total
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
-    def copy(self) -> Self:
-        """The same, on its own from now on."""
-        return type(self)(self.count, self.total, self.least, self.most, dict(self.buckets))
-
     def since(self, earlier: Histogram) -> Histogram:
         """What was counted after ``earlier``, an older copy of this one. Least and greatest are to within a bucket."""
         buckets = {

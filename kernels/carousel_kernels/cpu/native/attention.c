@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "compiler.h"
 #include "operators.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define PARTS 8           /* work items per thread that long sequences are split into */
 #define SHARERS 2         /* decodes that share a prefix from which on it is read for all of them together; measured */
 #define SHARED_BLOCKS 4   /* blocks of such a prefix, at least */
@@ -175,7 +175,7 @@ struct attention carousel_attention_of(const struct carousel_batch *batch, const
 /* Memory of one kind behind another. */
 static void *cut(char **at, int64_t count, size_t size) {
     char *begin = *at;
-    *at += ((size_t)count * size + 63) / 64 * 64;
+    *at += carousel_lines(count * (int64_t)size);
     return begin;
 }
 

@@ -10,9 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "compiler.h"
 #include "operators.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define ABI_VERSION 5
 
 #define LINE 16          /* floats of a cache line */
@@ -22,24 +22,9 @@
 #define MAX_GROUP 32     /* query heads per KV head */
 #define MAX_DECODE 8192  /* floats of the queries that a decode handles together; >= MAX_GROUP * MAX_DIM */
 
-#if defined(__clang__)
-#define UNROLL _Pragma("unroll") /* loops of constant length, so that their arrays become registers */
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
-#define SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(type, a, b, ...) \
-    __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(sizeof(type))))){__VA_ARGS__})
-#endif
-
 _Static_assert(MAX_GROUP * MAX_DIM <= MAX_DECODE && MAX_GROUP <= MAX_ROWS, "a group fits a tile and a decode");
 
 #if defined(__x86_64__)
-#include <cpuid.h>
-#include <immintrin.h>
 #if defined(__clang__)
 #define FULL_WIDTH ""
 #else
@@ -84,13 +69,6 @@ const struct operators *carousel_operators = &operators_base;
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*omp_threads)(void);
 
-#if defined(__x86_64__)
-static int has_dots(void) { /* AVX512-BF16, which not every compiler's __builtin_cpu_supports knows: CPUID leaf 7, 1 */
-    uint32_t a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-}
-#endif
-
 /* Give the addresses of GOMP_parallel and omp_get_num_threads (NULL: run on the calling thread alone), the widest
  * vectors to use, in bits (0: as wide as the CPU has them), and whether dot products of bfloat16 may be used where it has
  * them. Returns the width that is used. */
@@ -107,7 +85,7 @@ EXPORT int carousel_init(void *parallel, void *threads, int max_bits, int dots) 
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                        __builtin_cpu_supports("avx512cd");
     if (limit >= 512 && avx512) {
-        carousel_operators = dots && has_dots() ? &operators_dots : &operators_avx512;
+        carousel_operators = dots && carousel_cpu_has(CPU_AVX512_BF16) ? &operators_dots : &operators_avx512;
         return 512;
     }
     if (limit >= 256 && avx2) {

@@ -175,9 +175,7 @@ static const struct half_operators half_kinds[] = {
 
 static int cpu_has_half(const struct half_operators *operators) {
 #if defined(__x86_64__)
-    uint32_t a, b, c, d;
-    if (operators->dots) /* AVX512-BF16: CPUID leaf 7, subleaf 1 */
-        return cpu_has(operators->kind) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+    if (operators->dots) return cpu_has(operators->kind) && carousel_cpu_has(CPU_AVX512_BF16);
 #endif
     return cpu_has(operators->kind);
 }

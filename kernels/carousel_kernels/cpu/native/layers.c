@@ -10,9 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "compiler.h"
 #include "operators.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define MOST_TILE 144   /* rows of a tile, whose gated activations shall fit a core's own cache; measured */
 #define MANY_GROUPS 4   /* groups per thread from which on tiles pay; measured */
 
@@ -68,8 +68,6 @@ struct stack_job {
     int64_t tokens, hidden, width, columns, inner, span_bytes; /* what one thread's span takes at most */
 };
 
-static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Bytes of a span's memory; as is struct space cut from it. */
@@ -77,11 +75,11 @@ static int64_t space_of(const struct stack_job *job, int64_t rows, char *memory,
     const struct carousel_layer *l = job->pass->layers[0];
     int64_t at = 0, codes = 0;
     const int64_t narrow = at;
-    at += lines(rows * job->hidden * (int64_t)sizeof(float));
+    at += carousel_lines(rows * job->hidden * (int64_t)sizeof(float));
     const int64_t wide = at;
-    if (job->inner % PANEL) at += lines(rows * 2 * job->inner * (int64_t)sizeof(float));
+    if (job->inner % PANEL) at += carousel_lines(rows * 2 * job->inner * (int64_t)sizeof(float));
     const int64_t gated = at;
-    at += lines(rows * job->inner * (int64_t)sizeof(float));
+    at += carousel_lines(rows * job->inner * (int64_t)sizeof(float));
     const struct carousel_quant_layer *const all[] = {l->qkv, l->output, l->gate_up, l->down};
     for (int i = 0; i < 4; i++) codes = larger(codes, carousel_linear_bytes(all[i], rows));
     if (space != NULL)
@@ -101,33 +99,24 @@ static struct span span_of(const struct stack_job *job, int64_t first, int64_t r
     return span;
 }
 
-/* A norm of x, or, with a residual, of their sum, into narrow; then codes for a product with it. */
-static void norm_and_encode(struct carousel_member *member, const struct carousel_linear *linear,
-                            const struct rows *norm, int first_layer) {
-    const rows_operator operator = first_layer ? carousel_operators->rms_norm : carousel_operators->add_rms_norm;
-    int64_t first, count;
-    carousel_phase(member, linear->groups);
-    while ((count = carousel_take(member, 1, INT64_MAX, &first)) > 0)
-        for (int64_t group = first; group < first + count; group++) {
-            operator(norm, carousel_first_row(linear, group), carousel_first_row(linear, group + 1));
-            carousel_encode(linear, group);
-        }
-    carousel_wait(member);
+/* Norms of each query's and key's head, where the layer has them, and the rotary embedding with the KV write. */
+struct heads_job {
+    struct rows q_norm, k_norm;
+    struct rope rope;
+};
+
+static void finish_heads(const void *arguments, int64_t first, int64_t last) {
+    const struct heads_job *job = arguments;
+    const struct rows *const norms[] = {&job->q_norm, &job->k_norm};
+    for (int i = 0; i < 2; i++)
+        if (norms[i]->weight != NULL)
+            carousel_operators->rms_norm(norms[i], first * norms[i]->inner, last * norms[i]->inner);
+    carousel_operators->rope_write(&job->rope, first, last);
 }
 
-static void encode_all(struct carousel_member *member, const struct carousel_linear *linear) {
-    int64_t first, count;
-    carousel_phase(member, linear->groups);
-    while ((count = carousel_take(member, 1, INT64_MAX, &first)) > 0)
-        for (int64_t group = first; group < first + count; group++) carousel_encode(linear, group);
-    carousel_wait(member);
-}
-
-static void norm_heads(const struct span *span, int64_t columns, const float *weight, int64_t offset, int64_t heads,
-                       int width, float eps, int64_t first, int64_t last) {
-    const struct rows norm = {.x = span->qkv + offset, .x_stride = columns, .inner = heads, .weight = weight,
-                              .out = span->qkv + offset, .out_stride = columns, .width = width, .eps = eps};
-    if (weight != NULL) carousel_operators->rms_norm(&norm, first * heads, last * heads);
+static struct rows heads_norm(float *x, int64_t stride, int64_t heads, const float *weight, int width, float eps) {
+    return (struct rows){.x = x, .x_stride = stride, .inner = heads, .weight = weight, .out = x, .out_stride = stride,
+                         .width = width, .eps = eps};
 }
 
 /* Norm, projections, rotary embedding; K and V to the cache, Q stays. */
@@ -137,29 +126,25 @@ static void before_attention(struct carousel_member *member, const struct stack_
     const struct carousel_layer *l = pass->layers[index];
     const int64_t columns = job->columns, keys = (columns - job->width) / 2;
     struct carousel_linear linear;
-    int64_t first, count;
     const struct rows norm = {.x = index ? span->x : span->residual, .x_stride = job->hidden, .inner = 1,
                               .residual = span->residual, .weight = l->attention_norm, .out = span->space.narrow,
                               .out_stride = job->hidden, .width = (int)job->hidden, .eps = l->eps};
     carousel_linear_begin(&linear, l->qkv, span->space.narrow, job->hidden, span->rows, span->qkv, columns,
                           span->space.codes);
-    norm_and_encode(member, &linear, &norm, index == 0);
+    carousel_encode_all(member, &linear, index ? carousel_operators->add_rms_norm : carousel_operators->rms_norm, &norm);
     carousel_multiply_all(member, &linear, NULL);
     carousel_wait(member);
-    const struct rope rope = {.q = span->qkv, .k = span->qkv + job->width, .v = span->qkv + job->width + keys,
-                              .cos_sin = pass->cos_sin[index], .positions = span->positions, .slots = span->slots,
-                              .k_cache = pass->k_caches[index], .v_cache = pass->v_caches[index], .q_stride = columns,
-                              .k_stride = columns, .v_stride = columns, .heads = l->heads.heads,
-                              .kv_heads = l->heads.kv_heads, .dim = l->heads.dim, .rotary = pass->rotary[index],
-                              .half = pass->half};
-    const int64_t least = (span->rows + 8 * member->threads - 1) / (8 * member->threads);
-    carousel_phase(member, span->rows);
-    while ((count = carousel_take(member, least, INT64_MAX, &first)) > 0) {
-        const int64_t last = first + count;
-        norm_heads(span, columns, l->q_norm, 0, rope.heads, rope.dim, l->eps, first, last);
-        norm_heads(span, columns, l->k_norm, job->width, rope.kv_heads, rope.dim, l->eps, first, last);
-        carousel_operators->rope_write(&rope, first, last);
-    }
+    float *const q = span->qkv, *const k = q + job->width;
+    const struct carousel_heads *heads = &l->heads;
+    const struct heads_job finish = {
+        .q_norm = heads_norm(q, columns, heads->heads, l->q_norm, heads->dim, l->eps),
+        .k_norm = heads_norm(k, columns, heads->kv_heads, l->k_norm, heads->dim, l->eps),
+        .rope = {.q = q, .k = k, .v = k + keys, .cos_sin = pass->cos_sin[index], .positions = span->positions,
+                 .slots = span->slots, .k_cache = pass->k_caches[index], .v_cache = pass->v_caches[index],
+                 .q_stride = columns, .k_stride = columns, .v_stride = columns, .heads = heads->heads,
+                 .kv_heads = heads->kv_heads, .dim = heads->dim, .rotary = pass->rotary[index], .half = pass->half},
+    };
+    carousel_rows(member, finish_heads, &finish, span->rows);
     carousel_wait(member);
 }
 
@@ -181,7 +166,7 @@ static void after_attention(struct carousel_member *member, const struct stack_j
     const struct space *space = &span->space;
     struct carousel_linear linear;
     carousel_linear_begin(&linear, l->output, span->attention, job->width, span->rows, span->x, hidden, space->codes);
-    encode_all(member, &linear);
+    carousel_encode_all(member, &linear, NULL, NULL);
     carousel_multiply_all(member, &linear, NULL);
     carousel_wait(member);
     norm_in_place(member, span, l->post_attention_norm, hidden, l->eps);
@@ -191,7 +176,7 @@ static void after_attention(struct carousel_member *member, const struct stack_j
     const int gates = inner % PANEL == 0; /* else halves of a block of columns meet */
     carousel_linear_begin(&linear, l->gate_up, space->narrow, hidden, span->rows, gates ? space->gated : space->wide,
                           gates ? inner : 2 * inner, space->codes);
-    norm_and_encode(member, &linear, &norm, 0);
+    carousel_encode_all(member, &linear, carousel_operators->add_rms_norm, &norm);
     if (gates) {
         carousel_multiply_all(member, &linear, l->gelu ? carousel_operators->gelu_gate : carousel_operators->silu_gate);
     } else {
@@ -205,7 +190,7 @@ static void after_attention(struct carousel_member *member, const struct stack_j
     carousel_wait(member);
 
     carousel_linear_begin(&linear, l->down, space->gated, inner, span->rows, span->x, hidden, space->codes);
-    encode_all(member, &linear);
+    carousel_encode_all(member, &linear, NULL, NULL);
     carousel_multiply_all(member, &linear, NULL);
     carousel_wait(member);
     norm_in_place(member, span, l->post_mlp_norm, hidden, l->eps);
@@ -312,14 +297,14 @@ static int64_t lay_out(struct stack_job *job, const struct carousel_pass *pass) 
     int64_t at = 0;
     job->span_bytes = space_of(job, MOST_TILE < job->tokens ? MOST_TILE : job->tokens, NULL, NULL);
     job->qkv = (float *)(pass->memory + at);
-    at += lines(job->tokens * job->columns * (int64_t)sizeof(float));
+    at += carousel_lines(job->tokens * job->columns * (int64_t)sizeof(float));
     job->attention = (float *)(pass->memory + at);
-    at += lines(job->tokens * job->width * (int64_t)sizeof(float));
+    at += carousel_lines(job->tokens * job->width * (int64_t)sizeof(float));
     if (pass->wanted_count >= 0) {
         job->x = (float *)(pass->memory + at);
-        at += lines(job->tokens * job->hidden * (int64_t)sizeof(float));
+        at += carousel_lines(job->tokens * job->hidden * (int64_t)sizeof(float));
         job->wanted_attention = (float *)(pass->memory + at);
-        at += lines(pass->wanted_count * job->width * (int64_t)sizeof(float));
+        at += carousel_lines(pass->wanted_count * job->width * (int64_t)sizeof(float));
     }
     job->memory = pass->memory + at;
     return at + larger(pass->batch->threads * job->span_bytes, space_of(job, rows, NULL, NULL));

@@ -40,6 +40,9 @@ typedef void (*product)(const uint8_t *codes, int rows, const int8_t *weights, i
 typedef void (*finisher)(const int32_t *sums, const struct epilogue *e, int64_t row, int rows, int64_t column,
                          int64_t width, float *out, int64_t stride);
 
+/* Rows [first, last) of what its arguments describe. */
+typedef void (*rows_operator)(const void *arguments, int64_t first, int64_t last);
+
 /* out[rows, width] of the activation of x[rows, 2 PANEL], gates before what they gate. */
 typedef void (*carousel_gate)(const float *x, int rows, float *out, int64_t stride);
 
@@ -65,16 +68,12 @@ int64_t carousel_linear_bytes(const struct carousel_quant_layer *layer, int64_t 
 void carousel_linear_begin(struct carousel_linear *linear, const struct carousel_quant_layer *layer, const float *x,
                            int64_t x_stride, int64_t rows, float *out, int64_t out_stride, void *memory);
 
-/* The first row of a group. */
-int64_t carousel_first_row(const struct carousel_linear *linear, int64_t group);
+/* A phase of the team that encodes everything, and a wait; before: what is done to the rows first (NULL: nothing). */
+void carousel_encode_all(struct carousel_member *member, const struct carousel_linear *linear, rows_operator before,
+                         const void *arguments);
 
-void carousel_encode(const struct carousel_linear *linear, int64_t group);
-
-/* Blocks of columns, or, with a gate, of what it makes of the columns of the layer's two halves; groups [first, end). */
-void carousel_multiply(const struct carousel_linear *linear, int64_t block, int64_t first, int64_t end,
-                       carousel_gate gate);
-
-/* A phase of the team that multiplies everything. */
+/* A phase of the team that multiplies everything; with a gate, of which the output is what it makes of the columns of the
+ * layer's two halves. */
 void carousel_multiply_all(struct carousel_member *member, const struct carousel_linear *linear, carousel_gate gate);
 
 #endif

@@ -76,9 +76,7 @@ struct attention_plan {
     int window, threads; /* more than 1 only if that many pay */
 };
 
-/* Rows [first, last) of a struct rows, or tokens of a struct rope. */
-typedef void (*rows_operator)(const void *arguments, int64_t first, int64_t last);
-
+/* The rows of rows_operator are those of a struct rows, or tokens of a struct rope. */
 struct operators {
     rows_operator rms_norm, add_rms_norm, silu_mul, gelu_tanh_mul, rope_write;
     void (*decode)(const struct attention *, int, int64_t, int64_t, float *);

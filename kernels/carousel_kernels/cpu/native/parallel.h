@@ -9,6 +9,9 @@
 #include <sched.h>
 #include <stdint.h>
 
+/* Bytes of whole cache lines. */
+static inline int64_t carousel_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 #define SPINS 4000 /* looks at a barrier before the CPU is offered to others; some 50 us */
 
 struct carousel_team {

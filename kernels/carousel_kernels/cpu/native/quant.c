@@ -12,15 +12,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#include <immintrin.h>
-#endif
 
+#include "compiler.h"
 #include "linear.h"
 #include "parallel.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define TINY 1e-30f          /* a row below this everywhere counts as zero: its inverse would overflow */
 #define SMALL_PRODUCT 131072 /* multiplications below which waking threads costs about what they save */
 
@@ -53,16 +49,10 @@ EXPORT int carousel_half_products(void) { return half->dots; }
 
 #define SCRATCH (4 * GROUP + 16) /* bytes per unit of depth: lines of codes, and one of floats for a turn or a split */
 
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(16)))){__VA_ARGS__})
-#endif
-
 typedef int32_t four_codes __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Groups are as even as can be, the larger ones first: a group of one row costs about as much as one of four. */
-int64_t carousel_first_row(const struct carousel_linear *linear, int64_t group) {
+static int64_t first_row(const struct carousel_linear *linear, int64_t group) {
     const int64_t most = linear->rows % linear->groups;
     return group * (linear->rows / linear->groups) + (group < most ? group : most);
 }
@@ -111,21 +101,21 @@ static void interleave(const uint8_t *const *lines, int rows, int64_t depth, uin
         for (; rows >= 4 && k + 4 <= depth; k += 4, to += 4 * stride) {
             const four_codes a = *(const four_codes *)(from[0] + 4 * k), b = *(const four_codes *)(from[1] + 4 * k);
             const four_codes c = *(const four_codes *)(from[2] + 4 * k), d = *(const four_codes *)(from[3] + 4 * k);
-            const four_codes ab = SHUFFLE(a, b, 0, 4, 1, 5), cd = SHUFFLE(c, d, 0, 4, 1, 5);
-            const four_codes ab2 = SHUFFLE(a, b, 2, 6, 3, 7), cd2 = SHUFFLE(c, d, 2, 6, 3, 7);
-            *(four_codes *)to = SHUFFLE(ab, cd, 0, 1, 4, 5);
-            *(four_codes *)(to + stride) = SHUFFLE(ab, cd, 2, 3, 6, 7);
-            *(four_codes *)(to + 2 * stride) = SHUFFLE(ab2, cd2, 0, 1, 4, 5);
-            *(four_codes *)(to + 3 * stride) = SHUFFLE(ab2, cd2, 2, 3, 6, 7);
+            const four_codes ab = SHUFFLE(four_codes, a, b, 0, 4, 1, 5), cd = SHUFFLE(four_codes, c, d, 0, 4, 1, 5);
+            const four_codes ab2 = SHUFFLE(four_codes, a, b, 2, 6, 3, 7), cd2 = SHUFFLE(four_codes, c, d, 2, 6, 3, 7);
+            *(four_codes *)to = SHUFFLE(four_codes, ab, cd, 0, 1, 4, 5);
+            *(four_codes *)(to + stride) = SHUFFLE(four_codes, ab, cd, 2, 3, 6, 7);
+            *(four_codes *)(to + 2 * stride) = SHUFFLE(four_codes, ab2, cd2, 0, 1, 4, 5);
+            *(four_codes *)(to + 3 * stride) = SHUFFLE(four_codes, ab2, cd2, 2, 3, 6, 7);
         }
         for (; k < depth; k++, to += stride)
             for (int i = 0; i < 4 && r + i < rows; i++) memcpy(to + 4 * i, from[i] + 4 * k, 4);
     }
 }
 
-void carousel_encode(const struct carousel_linear *linear, int64_t group) {
-    const int64_t first = carousel_first_row(linear, group), depth = linear->depth, each = linear->codes_per_row;
-    const int rows = (int)(carousel_first_row(linear, group + 1) - first), code_rows = rows * (int)each;
+static void encode(const struct carousel_linear *linear, int64_t group) {
+    const int64_t first = first_row(linear, group), depth = linear->depth, each = linear->codes_per_row;
+    const int rows = (int)(first_row(linear, group + 1) - first), code_rows = rows * (int)each;
     uint8_t *codes = linear->codes + group * GROUP * depth * 4;
     float *floats = (float *)(linear->scratch + group * depth * SCRATCH);
     uint8_t *line = (uint8_t *)(floats + depth * 4);
@@ -148,8 +138,8 @@ void carousel_encode(const struct carousel_linear *linear, int64_t group) {
  * thread will want next, is called for on the way. */
 static void multiply_group(const struct carousel_linear *linear, int64_t block, int64_t group, int64_t turn,
                            int64_t turns, float *out, int64_t stride, int64_t width) {
-    const int64_t row = carousel_first_row(linear, group), bytes = linear->depth * PANEL * 4;
-    const int rows = (int)(carousel_first_row(linear, group + 1) - row);
+    const int64_t row = first_row(linear, group), bytes = linear->depth * PANEL * 4;
+    const int rows = (int)(first_row(linear, group + 1) - row);
     const int8_t *weights = linear->layer->weights + block * bytes;
     const int64_t each = linear->codes_per_row, distance = turns > 1 ? bytes + turn * bytes / turns : AHEAD;
     const struct ahead ahead = {(const char *)weights + distance, (PANEL * 4 + turns - 1) / turns};
@@ -159,12 +149,13 @@ static void multiply_group(const struct carousel_linear *linear, int64_t block, 
     linear->finish(sums, &linear->epilogue, row, rows, block * PANEL, width, out, stride);
 }
 
-void carousel_multiply(const struct carousel_linear *linear, int64_t block, int64_t first, int64_t end,
+/* A block of columns, or, with a gate, of what it makes of the columns of the layer's two halves; groups [first, end). */
+static void multiply(const struct carousel_linear *linear, int64_t block, int64_t first, int64_t end,
                        carousel_gate gate) {
     const int64_t column = block * PANEL, left = linear->layer->columns - column;
     const int64_t width = left < PANEL ? left : PANEL, half_way = linear->blocks / 2;
     for (int64_t group = first; group < end; group++) {
-        float *out = linear->out + carousel_first_row(linear, group) * linear->out_stride + column;
+        float *out = linear->out + first_row(linear, group) * linear->out_stride + column;
         if (gate == NULL) {
             multiply_group(linear, block, group, group - first, end - first, out, linear->out_stride, width);
             continue;
@@ -173,7 +164,7 @@ void carousel_multiply(const struct carousel_linear *linear, int64_t block, int6
         for (int i = 0; i < 2; i++)
             multiply_group(linear, block + i * half_way, group, group - first, end - first, both + i * PANEL,
                            2 * PANEL, PANEL);
-        const int rows = (int)(carousel_first_row(linear, group + 1) - carousel_first_row(linear, group));
+        const int rows = (int)(first_row(linear, group + 1) - first_row(linear, group));
         gate(both, rows, out, linear->out_stride);
     }
 }
@@ -189,7 +180,7 @@ void carousel_multiply_all(struct carousel_member *member, const struct carousel
     while ((count = carousel_take(member, 1, INT64_MAX, &first)) > 0)
         for (int64_t item = first; item < first + count; item++) {
             const int64_t part = item / blocks;
-            carousel_multiply(linear, item % blocks, part * linear->groups / parts, (part + 1) * linear->groups / parts,
+            multiply(linear, item % blocks, part * linear->groups / parts, (part + 1) * linear->groups / parts,
                               gate);
         }
 }
@@ -206,11 +197,9 @@ static int64_t groups_of(const struct carousel_quant_layer *layer, int64_t rows)
     return (rows + most - 1) / most;
 }
 
-static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 int64_t carousel_linear_bytes(const struct carousel_quant_layer *layer, int64_t rows) {
     const int64_t depth = depth_of(layer), groups = groups_of(layer, rows);
-    return lines(groups * GROUP * depth * 4) + lines(groups * depth * SCRATCH) + lines(rows * (int64_t)sizeof(float));
+    return carousel_lines(groups * GROUP * depth * 4) + carousel_lines(groups * depth * SCRATCH) + carousel_lines(rows * (int64_t)sizeof(float));
 }
 
 void carousel_linear_begin(struct carousel_linear *linear, const struct carousel_quant_layer *layer, const float *x,
@@ -225,19 +214,28 @@ void carousel_linear_begin(struct carousel_linear *linear, const struct carousel
         .finish = layer->format >= HALF ? half->finish : quant->finish,
         .codes = memory,
     };
-    linear->scratch = (char *)memory + lines(linear->groups * GROUP * linear->depth * 4);
-    linear->row_scales = (float *)(linear->scratch + lines(linear->groups * linear->depth * SCRATCH));
+    linear->scratch = (char *)memory + carousel_lines(linear->groups * GROUP * linear->depth * 4);
+    linear->row_scales = (float *)(linear->scratch + carousel_lines(linear->groups * linear->depth * SCRATCH));
     linear->epilogue = (struct epilogue){.scales = layer->scales, .row_scales = linear->row_scales, .bias = layer->bias,
                                          .shifts = layer->shifts, .wide = layer->format == WIDE};
 }
 
-static void encode_and_multiply(struct carousel_member *member, void *job) {
-    const struct carousel_linear *linear = job;
+void carousel_encode_all(struct carousel_member *member, const struct carousel_linear *linear, rows_operator before,
+                         const void *arguments) {
     int64_t first, count;
     carousel_phase(member, linear->groups);
     while ((count = carousel_take(member, 1, INT64_MAX, &first)) > 0)
-        for (int64_t group = first; group < first + count; group++) carousel_encode(linear, group);
+        for (int64_t group = first; group < first + count; group++) {
+            if (before != NULL)
+                before(arguments, first_row(linear, group), first_row(linear, group + 1));
+            encode(linear, group);
+        }
     carousel_wait(member);
+}
+
+static void encode_and_multiply(struct carousel_member *member, void *job) {
+    const struct carousel_linear *linear = job;
+    carousel_encode_all(member, linear, NULL, NULL);
     carousel_multiply_all(member, linear, NULL);
 }
 

@@ -11,12 +11,6 @@
 #define ROUNDER 12582912.0f /* 1.5 * 2^23: added to a small number, it leaves an integer */
 #define AHEAD 16384 /* bytes of weights that are called into the cache ahead of their use; measured */
 
-#if defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
 typedef void (*encoder)(const float *x, float inverse, uint8_t *codes, int64_t count);
 typedef void (*splitter)(const float *x, float inverse, uint8_t *codes, uint8_t *rests, float *scratch, int64_t count);
 typedef void (*turner)(const float *x, float *out, int64_t count, int64_t runs);
@@ -272,12 +266,10 @@ static const struct quant_operators quant_kinds[] = {
 static int cpu_has(int kind) {
     if (kind == 1) return 1;
 #if defined(__x86_64__)
-    uint32_t a, b, c, d;
     __builtin_cpu_init();
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (kind == 2) return avx2;
-    if (kind == 3) /* __builtin_cpu_supports does not know it in every compiler: CPUID leaf 7, subleaf 1 */
-        return avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    if (kind == 3) return avx2 && carousel_cpu_has(CPU_AVX_VNNI);
     if (kind == 4)
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
