@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.kernels.batches import Batch, make_batch
 
 import carousel_kernels as ck
+from carousel_kernels import BatchLayout
 from carousel_kernels.cpu import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled operators")
@@ -346,3 +347,29 @@ def test_dot_products_do_not_depend_on_the_batch() -> None:
         alone.k_cache[here], alone.v_cache[here] = batch.k_cache[there], batch.v_cache[there]
     with compiled(512, 1, dots=True):
         assert torch.equal(attend(alone, 0.125, None, None)[0], attend(batch, 0.125, None, None)[0])
+
+
+@pytest.mark.skipif(not native.dots(), reason="no dot products of bfloat16")
+@pytest.mark.parametrize("size", [0.5, 3.0, 20.0])
+def test_parts_of_a_sum_are_rounded_as_the_whole(size: float) -> None:
+    """Weights are rounded to bfloat16 relative to a power of two, so that what they are relative to, which depends on the
+    parts that a sequence is cut into, does not show."""
+    batch = make_batch([(999, 1)] * 6, num_heads=9, num_kv_heads=3, dim=64, cache_dtype=torch.bfloat16)
+    sharing(batch, [(6, 60)])
+    batch.q *= size
+    with compiled(512, 2, dots=True):
+        together = attend(batch, 0.125, None, None)
+    for s in range(6):
+        alone = BatchLayout(
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=batch.layout.context_lens[s : s + 1],
+            block_tables=batch.layout.block_tables[s : s + 1],
+            slots=batch.layout.slots[s : s + 1],
+            query_lens_host=[1],
+            context_lens_host=[1000],
+            num_decodes=1,
+        )
+        with compiled(512, 1, dots=True):
+            out = native.paged_attention(batch.q[s : s + 1], batch.k_cache, batch.v_cache, alone, 0.125, None, None)
+        assert out is not None
+        torch.testing.assert_close(out[0], together[s], rtol=1e-5, atol=1e-5)

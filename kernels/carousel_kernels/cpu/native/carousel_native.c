@@ -17,6 +17,7 @@
 
 #define LINE 16          /* floats of a cache line */
 #define AHEAD 192        /* floats of each token of a block that a decode calls for ahead of its reading; measured */
+#define SLACK 8.0f       /* by how much, in base 2, scores may exceed the maximum that they are taken off; see weigh_row */
 #define MAX_DIM 256      /* head size; a multiple of 16 */
 #define SOON 3           /* tokens ahead of which the cache's lines are called for, to be written */
 #define MAX_GROUP 32     /* query heads per KV head */
@@ -34,12 +35,14 @@ _Static_assert(MAX_GROUP * MAX_DIM <= MAX_DECODE && MAX_GROUP <= MAX_ROWS, "a gr
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma" FULL_WIDTH)))
 #define VL 16
 #define MAXIMUM _mm512_max_ps
+#define ANY_ABOVE(a, b) (_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0)
 #define WIDE 4
 #include "kernels.h"
 #define NAME(x) x##_dots
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512bf16,avx2,fma" FULL_WIDTH)))
 #define VL 16
 #define MAXIMUM _mm512_max_ps
+#define ANY_ABOVE(a, b) (_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0)
 #define WIDE 4
 #define DOTS
 #include "kernels.h"
@@ -48,6 +51,7 @@ _Static_assert(MAX_GROUP * MAX_DIM <= MAX_DECODE && MAX_GROUP <= MAX_ROWS, "a gr
 #define TARGET __attribute__((target("avx2,fma")))
 #define VL 8
 #define MAXIMUM _mm256_max_ps
+#define ANY_ABOVE(a, b) (_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0)
 #define WIDE 2
 #include "kernels.h"
 #else
@@ -59,9 +63,11 @@ _Static_assert(MAX_GROUP * MAX_DIM <= MAX_DECODE && MAX_GROUP <= MAX_ROWS, "a gr
 #if defined(__aarch64__)
 #define WIDE 4
 #define MAXIMUM vmaxq_f32
+#define ANY_ABOVE(a, b) (vmaxvq_u32(vcgtq_f32(a, b)) != 0)
 #else
 #define WIDE 2
 #define MAXIMUM _mm_max_ps
+#define ANY_ABOVE(a, b) (_mm_movemask_ps(_mm_cmpgt_ps(a, b)) != 0)
 #endif
 #include "kernels.h"
 

@@ -16,6 +16,8 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+#define APART __attribute__((noinline)) /* of functions whose registers are not to be shared with their callers' */
+
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
 #define SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

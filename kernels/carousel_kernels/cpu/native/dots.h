@@ -12,10 +12,13 @@ INLINE vec NAME(load_pairs)(const uint16_t *p) { return _mm512_loadu_ps((const f
 
 /* count (a multiple of 16) floats to the nearest bfloat16. */
 INLINE void NAME(round_row)(const float *x, uint16_t *out, int count) {
-    for (int i = 0; i < count; i += VL) {
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(NAME(load)(x + i));
-        _mm256_storeu_si256((__m256i *)(void *)(out + i), rounded);
-    }
+    for (int i = 0; i < count; i += VL) NAME(store_half)(out + i, NAME(load)(x + i));
+}
+
+/* As online_softmax, with pairs of weights for dot products. */
+APART FN void NAME(online_softmax_half)(const struct attention *job, float *scores, uint16_t *pairs, int rows, int group,
+                                        int count, int64_t first, int64_t position, float *m, float *l, float *o) {
+    NAME(weigh_rows)(job, scores, pairs, rows, group, count, first, position, m, l, o);
 }
 
 /* As dot_scores: of q [rows, dim] against the keys of one block, token elements apart. */
@@ -107,6 +110,16 @@ INLINE void NAME(multiply_half)(float *c, int64_t ldc, const uint16_t *a, int64_
     for (; col < cols; col += VL) NAME(columns_half)(1, c + col, ldc, a, lda, b + col, ldb, n, rows, accumulate);
 }
 
+APART FN void NAME(product_half)(float *c, int64_t ldc, const uint16_t *a, int64_t lda, const float *b, int64_t ldb,
+                                 int n, int rows, int cols) {
+    NAME(multiply_half)(c, ldc, a, lda, b, ldb, n, rows, cols, 0);
+}
+
+APART FN void NAME(add_product_half)(float *c, int64_t ldc, const uint16_t *a, int64_t lda, const float *b, int64_t ldb,
+                                     int n, int rows, int cols) {
+    NAME(multiply_half)(c, ldc, a, lda, b, ldb, n, rows, cols, 1);
+}
+
 /* Keys of one tile, by the address of each, into columns of out [dim / 2, KEYS] pairs. */
 INLINE void NAME(transpose_pairs)(const uint16_t *const *keys, int count, int dim, float *out) {
     for (int k = 0; k < count; k += VL)
@@ -139,8 +152,7 @@ INLINE void NAME(decode_tile_half)(const struct attention *job, const int32_t *t
                               NAME(later)(job, table, end, tile, 0, i, distance, head, heads),
                               scores + h * group * KEYS + b * BLOCK);
     }
-    NAME(online_softmax)(job, scores, rows, rows, count, tile * BLOCK, context - 1, m, l, o);
-    for (int r = 0; r < rows; r++) NAME(round_row)(scores + r * KEYS, weights + r * KEYS, blocks * BLOCK);
+    NAME(online_softmax_half)(job, scores, weights, rows, rows, count, tile * BLOCK, context - 1, m, l, o);
     for (int i = 0; i < blocks * heads; i++) {
         const int b = i / heads, h = i % heads, known = count - b * BLOCK < BLOCK ? count - b * BLOCK : BLOCK;
         const int64_t at = table[tile + b] * BLOCK * token + (int64_t)(head + h) * dim;
@@ -166,12 +178,11 @@ INLINE void NAME(many_rows_half)(const struct attention *job, const int32_t *tab
         for (int i = 0; i < BLOCK; i++, found++)
             keys[found] = (const uint16_t *)job->k_cache + (table[b] * BLOCK + i) * token + (int64_t)head * dim;
     NAME(transpose_pairs)(keys, found, dim, transposed);
-    NAME(multiply_half)(scores, KEYS, q + skip * dim, dim, transposed, KEYS, dim / 2, live, found, 0);
-    NAME(online_softmax)(job, scores, live, group, count, block * BLOCK, position + skip / group, m + skip, l + skip * VL,
-                         o + skip * dim);
-    for (int r = 0; r < live; r++) NAME(round_row)(scores + r * KEYS, weights + r * KEYS, found);
     for (int k = 0; k < count; k += BLOCK)
         NAME(pair_values)((const uint16_t *)job->v_cache + (keys[k] - (const uint16_t *)job->k_cache), token,
                           count - k < BLOCK ? count - k : BLOCK, dim, NULL, pairs + k / 2 * dim);
-    NAME(multiply_half)(o + skip * dim, dim, weights, KEYS, pairs, dim, (count + 1) / 2, live, dim, 1);
+    NAME(product_half)(scores, KEYS, q + skip * dim, dim, transposed, KEYS, dim / 2, live, found);
+    NAME(online_softmax_half)(job, scores, weights, live, group, count, block * BLOCK, position + skip / group, m + skip,
+                              l + skip * VL, o + skip * dim);
+    NAME(add_product_half)(o + skip * dim, dim, weights, KEYS, pairs, dim, (count + 1) / 2, live, dim);
 }

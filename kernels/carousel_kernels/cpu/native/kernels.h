@@ -3,6 +3,7 @@
  *   TARGET   the function attribute that selects it
  *   VL       floats per vector: 16, 8 or 4
  *   MAXIMUM  of two vectors, lane by lane
+ *   ANY_ABOVE  whether any lane of the first is greater than that of the second
  *   WIDE     vectors per row of a register tile: 4 where there are 32 vector registers, else 2
  *
  * Attention goes over tiles of keys with the online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention,
@@ -18,6 +19,12 @@ typedef int32_t ivec __attribute__((vector_size(VL * 4), aligned(4), may_alias))
 
 INLINE vec NAME(load)(const float *p) { return *(const vec *)p; }
 INLINE void NAME(store)(float *p, vec v) { *(vec *)p = v; }
+#ifdef DOTS
+/* Rounded to the nearest bfloat16. */
+INLINE void NAME(store_half)(uint16_t *p, vec v) {
+    _mm256_storeu_si256((__m256i *)(void *)p, (__m256i)_mm512_cvtneps_pbh(v));
+}
+#endif
 
 /* 2^x for x clamped to [-126, 127], within 2e-7 of it relatively; NaN stays NaN. The polynomial is a minimax fit of 2^r
  * over |r| <= 1/2 with value 1 at 0. Scalar code: the loops that call it are vectorised. */
@@ -390,35 +397,47 @@ INLINE void NAME(soften)(float *x, int n, float cap) {
     }
 }
 
-/* Scores of one row become weights; m, l [VL] (whose lanes are yet to be added up) and o are brought up to date. n is a
- * multiple of VL, and constant where it is KEYS; what is hidden is -infinity. */
-INLINE void NAME(weigh_row)(float *x, const int n, float *m, float *l, float *o, int dim) {
+/* Where the weights of a row go: over its scores, or, rounded, to pairs for dot products. */
+INLINE void NAME(keep_weights)(float *x, uint16_t *pairs, int at, vec weights) {
+#ifdef DOTS
+    if (pairs != NULL) {
+        NAME(store_half)(pairs + at, weights);
+        return;
+    }
+#endif
+    (void)pairs;
+    NAME(store)(x + at, weights);
+}
+
+/* Scores of one row become weights; m, l [VL] (whose lanes are yet to be added up) and o are brought up to date. m is a
+ * whole number, so that scaling anew is exact, and need not be the maximum: as long as no score is more than SLACK above
+ * it, nothing is scaled. n is a multiple of VL, and constant where it is KEYS; what is hidden is -infinity. pairs: see
+ * keep_weights. */
+INLINE void NAME(weigh_row)(float *x, uint16_t *pairs, const int n, float *m, float *l, float *o, int dim) {
     vec best = NAME(load)(x), sums = NAME(load)(l);
     UNROLL
     for (int c = VL; c < n; c += VL) best = MAXIMUM(best, NAME(load)(x + c));
-    FOLD(best, MAXIMUM)
-    const float top = best[0] > *m ? best[0] : *m;
-    if (top == -INFINITY) { /* nothing seen yet: a difference of infinities would be NaN */
-        memset(x, 0, sizeof(float) * (size_t)n);
-        return;
-    }
-    if (top != *m) {
-        const float factor = NAME(exp2)(*m - top);
+    if (ANY_ABOVE(best, (vec){0} + (*m + SLACK))) {
+        FOLD(best, MAXIMUM)
+        const float top = ceilf(best[0]), factor = *m > -INFINITY ? NAME(exp2)(*m - top) : 0.0f; /* 0: all is zero still */
         sums *= factor;
         for (int d = 0; d < dim; d += VL) NAME(store)(o + d, NAME(load)(o + d) * factor);
         *m = top;
     }
+    /* Nothing seen yet: a difference of infinities would be NaN. */
+    const vec whole = (vec){0} + (*m == -INFINITY ? 0.0f : *m);
     UNROLL
     for (int c = 0; c < n; c += VL) {
-        const vec weights = NAME(exp2_lanes)(NAME(load)(x + c) - top);
-        NAME(store)(x + c, weights);
+        const vec weights = NAME(exp2_lanes)(NAME(load)(x + c) - whole);
+        NAME(keep_weights)(x, pairs, c, weights);
         sums += weights;
     }
     NAME(store)(l, sums);
 }
 
 /* See weigh_row. Keys outside [low, high) are hidden. */
-INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, float *m, float *l, float *o, int dim) {
+INLINE void NAME(soft_max_row)(float *x, uint16_t *pairs, int n, int low, int high, float cap, float *m, float *l,
+                               float *o, int dim) {
     if (cap > 0) NAME(soften)(x, n, cap);
     if (low > 0 || high < n) {
         ivec lane;
@@ -428,21 +447,33 @@ INLINE void NAME(soft_max_row)(float *x, int n, int low, int high, float cap, fl
                                             NAME(load)(x + c)));
     }
     if (n == KEYS)
-        NAME(weigh_row)(x, KEYS, m, l, o, dim);
+        NAME(weigh_row)(x, pairs, KEYS, m, l, o, dim);
     else
-        NAME(weigh_row)(x, n, m, l, o, dim);
+        NAME(weigh_row)(x, pairs, n, m, l, o, dim);
 }
 
-/* One tile of count keys, the first at position first; row r stands at position + r / group. */
-INLINE void NAME(online_softmax)(const struct attention *job, float *scores, int rows, int group, int count,
-                                 int64_t first, int64_t position, float *m, float *l, float *o) {
+/* One tile of count keys, the first at position `first`; row r stands at position + r / group. pairs: [rows, KEYS], see
+ * keep_weights. */
+INLINE void NAME(weigh_rows)(const struct attention *job, float *scores, uint16_t *pairs, int rows, int group, int count,
+                             int64_t first, int64_t position, float *m, float *l, float *o) {
     const int dim = job->dim, n = (count + VL - 1) / VL * VL;
+    if (count == KEYS && job->cap <= 0 && job->window <= 0 && position >= first + KEYS - 1) {
+        for (int r = 0; r < rows; r++)
+            NAME(weigh_row)(scores + r * KEYS, pairs == NULL ? NULL : pairs + r * KEYS, KEYS, m + r, l + r * VL,
+                            o + (int64_t)r * dim, dim);
+        return;
+    }
     for (int r = 0; r < rows; r++) {
         const int64_t at = position + r / group;
         const int64_t high = at + 1 - first, low = job->window > 0 ? high - job->window : 0;
-        NAME(soft_max_row)(scores + r * KEYS, n, (int)(low > 0 ? low : 0), (int)(high < count ? high : count),
-                           job->cap, m + r, l + r * VL, o + (int64_t)r * dim, dim);
+        NAME(soft_max_row)(scores + r * KEYS, pairs == NULL ? NULL : pairs + r * KEYS, n, (int)(low > 0 ? low : 0),
+                           (int)(high < count ? high : count), job->cap, m + r, l + r * VL, o + (int64_t)r * dim, dim);
     }
+}
+
+APART FN void NAME(online_softmax)(const struct attention *job, float *scores, int rows, int group, int count,
+                                   int64_t first, int64_t position, float *m, float *l, float *o) {
+    NAME(weigh_rows)(job, scores, NULL, rows, group, count, first, position, m, l, o);
 }
 
 /* The addresses of up to KEYS keys (or values) of a KV head, whole blocks from the given one; of a cache of bfloat16
@@ -644,6 +675,7 @@ static const struct operators NAME(operators) = {
 #undef FOLD
 #undef PLUS
 #undef MAXIMUM
+#undef ANY_ABOVE
 #undef ADD_STEP
 #undef TRANSPOSE_STEP
 #undef NAME
