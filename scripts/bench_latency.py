@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
@@ -133,9 +134,11 @@ def main() -> None:
     parser.add_argument("what", choices=("interference", "prefix"))
     parser.add_argument("--clients", type=int, help="streams or clients at a time (default 8 and 16)")
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
-    parser.add_argument("flags", nargs="*", help="of `carousel serve`, after --")
-    options = parser.parse_args()
-    settings: Settings = load_settings(options.flags, {})
+    parser.usage = "%(prog)s [-h] [--clients N] [--rounds N] {interference,prefix} [-- FLAG ...]"
+    own = sys.argv[1:]
+    end = own.index("--") if "--" in own else len(own)
+    options = parser.parse_args(own[:end])
+    settings: Settings = load_settings(own[end + 1 :], {})
     engine = engines(settings)(settings)
     try:
         if options.what == "interference":

@@ -1,6 +1,6 @@
 """What quantised or 16-bit weights cost in quality: perplexity and top-1 agreement with float32 on a fixed text.
 
-    python -m scripts.quality [--model URI] [--text FILE] [--against none:bfloat16,int8:float32] [--max-tokens N]
+    python -m scripts.quality [--model URI] [--text FILE] [--against none:bfloat16,none:float32:bfloat16] [--max-tokens N]
 
 The text is this project's own documentation, frozen. It is cut into windows of 512 tokens, each seen alone, and every
 token after a window's first is predicted from those before it. Agreement is the share of positions at which the most
@@ -65,17 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument(
-        "--against", default="int8:float32,none:bfloat16", help="quantization:dtype, with commas between"
+        "--against",
+        default="none:float32:bfloat16,none:bfloat16,int8:float32",
+        help="quantization:dtype, or quantization:dtype:type of K and V, with commas between",
     )
     parser.add_argument("--max-tokens", type=int, default=0, help="of the text, from its start; 0: all")
     parser.add_argument("--limit", type=float, default=math.inf, help="percent that a perplexity may rise")
     options = parser.parse_args(argv)
     path = resolve(options.model)
     worst, reference = 0.0, None
-    print("| weights | perplexity | against float32 | top-1 agreement | predictions |\n|---|---|---|---|---|")
+    print("| weights | K and V | perplexity | against float32 | top-1 agreement | predictions |\n" + "|---" * 6 + "|")
     for name in ("none:float32", *options.against.split(",")):
-        quantization, _, dtype = name.partition(":")
-        model = load_model(path, quantization=quantization, dtype=dtype or "float32")
+        quantization, dtype, kv_dtype = (*name.split(":"), "auto", "auto")[:3]
+        model = load_model(path, quantization=quantization, dtype=dtype, kv_dtype=kv_dtype)
         ids = model.tokenizer.encode(options.text.read_text("utf-8"))
         found = measure(model.decoder, ids[: options.max_tokens or None])
         reference = reference or found
@@ -83,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         agreement = float((found.likeliest == reference.likeliest).float().mean())
         worst = max(worst, rise)
         label = dtype if quantization == "none" else quantization
-        cells = (label, f"{found.perplexity:.4f}", f"{rise:+.2f} %", f"{agreement:.2%}", str(found.predictions))
+        stored = str(model.decoder.kv_dtype).removeprefix("torch.")
+        cells = (label, stored, f"{found.perplexity:.4f}", f"{rise:+.2f} %", f"{agreement:.2%}", str(found.predictions))
         print(f"| {' | '.join(cells)} |", flush=True)
     return int(worst > options.limit)
 

@@ -341,8 +341,9 @@ class Settings:
     kv_cache_dtype: str = option(
         "auto", TEXT,
         """Type of cached keys and values: auto, that of the activations, or bfloat16 beside int8 and bfloat16 weights
-        on a CPU; fp8 (e4m3), half of bfloat16's memory, and less exact (GPUs only).""",
-        group=_BATCH, choices=("auto", "fp8"),
+        on a CPU; float32 or bfloat16, on a CPU, beside any weights; fp8 (e4m3), half of bfloat16's memory, and less
+        exact, on GPUs.""",
+        group=_BATCH, choices=("auto", "float32", "bfloat16", "fp8"),
     )  # fmt: skip
     prefix_caching: bool = option(
         True,

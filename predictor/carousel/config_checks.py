@@ -95,9 +95,12 @@ def cross_checks(settings: Settings) -> Iterable[Problem]:
             ("tensor_parallel_size", "deterministic"),
             "--deterministic runs on one device only: libraries add what several have as the amount suits them",
         )
-    if s.kv_cache_dtype != "auto" and s.device == "cpu":
+    if s.kv_cache_dtype == "fp8" and s.device == "cpu":
+        yield Problem(("device", "kv_cache_dtype"), "--kv-cache-dtype fp8 runs on GPUs only, and --device is cpu")
+    if s.kv_cache_dtype in ("float32", "bfloat16") and s.device.startswith("cuda"):
         yield Problem(
-            ("device", "kv_cache_dtype"), f"--kv-cache-dtype {s.kv_cache_dtype} runs on GPUs only, and --device is cpu"
+            ("device", "kv_cache_dtype"),
+            f"--kv-cache-dtype {s.kv_cache_dtype} is for --device cpu: on a GPU choose auto, that of --dtype, or fp8",
         )
     if s.deterministic and s.device == "cpu":
         yield Problem(("device", "deterministic"), "--deterministic runs on GPUs only, and --device is cpu")

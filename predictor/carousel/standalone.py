@@ -74,10 +74,14 @@ def load(path: Path, settings: Settings) -> LoadedModel:
     device = pick_device(settings.device)
     for flag, wanted in (
         ("--deterministic", settings.deterministic),
-        (f"--kv-cache-dtype {settings.kv_cache_dtype}", settings.kv_cache_dtype != "auto"),
+        ("--kv-cache-dtype fp8", settings.kv_cache_dtype == "fp8"),
     ):
         if wanted and device == "cpu":
             raise EngineUnavailable(f"{flag} runs on GPUs only, and torch finds none here")
+    if settings.kv_cache_dtype in ("float32", "bfloat16") and device != "cpu":
+        raise EngineUnavailable(
+            f"--kv-cache-dtype {settings.kv_cache_dtype} is for CPUs, and the model goes to {device}: choose auto or fp8"
+        )
     if settings.tensor_parallel_size == 1:
         return load_part(path, settings, device)
     return _load_split(path, settings, device)

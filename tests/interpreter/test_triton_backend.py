@@ -104,3 +104,5 @@ def test_fp8_is_refused_where_it_does_not_run() -> None:
         load_settings(["--device", "cpu", "--kv-cache-dtype", "fp8"], {})
     with pytest.raises(EngineUnavailable, match="--kv-cache-dtype fp8 runs on GPUs only, and torch finds none here"):
         load(tiny_model().path, Settings(kv_cache_dtype="fp8"))
+    with pytest.raises(SettingsError, match="--kv-cache-dtype bfloat16 is for --device cpu: on a GPU choose auto"):
+        load_settings(["--device", "cuda", "--kv-cache-dtype", "bfloat16"], {})

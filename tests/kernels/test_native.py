@@ -174,7 +174,7 @@ def test_rows(bits: int, rows: int, width: int, threads: int) -> None:
     assert torch.equal(pair[1], expected_sum)
     for a, b in zip(got + got_gates, norms + gates, strict=True):
         assert a is not None
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-5)
 
 
 @BITS
@@ -352,8 +352,8 @@ def test_dot_products_do_not_depend_on_the_batch() -> None:
 @pytest.mark.skipif(not native.dots(), reason="no dot products of bfloat16")
 @pytest.mark.parametrize("size", [0.5, 3.0, 20.0])
 def test_parts_of_a_sum_are_rounded_as_the_whole(size: float) -> None:
-    """Weights are rounded to bfloat16 relative to a power of two, so that what they are relative to, which depends on the
-    parts that a sequence is cut into, does not show."""
+    """Weights are rounded to bfloat16 relative to a power of two, so that what they are relative to, which depends on
+    the parts that a sequence is cut into, does not show."""
     batch = make_batch([(999, 1)] * 6, num_heads=9, num_kv_heads=3, dim=64, cache_dtype=torch.bfloat16)
     sharing(batch, [(6, 60)])
     batch.q *= size
@@ -372,4 +372,4 @@ def test_parts_of_a_sum_are_rounded_as_the_whole(size: float) -> None:
         with compiled(512, 1, dots=True):
             out = native.paged_attention(batch.q[s : s + 1], batch.k_cache, batch.v_cache, alone, 0.125, None, None)
         assert out is not None
-        torch.testing.assert_close(out[0], together[s], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[0], together[s], rtol=0, atol=5e-5)

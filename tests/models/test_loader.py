@@ -85,6 +85,17 @@ def test_bfloat16_layers_stay_close_and_come_from_the_cache(directory: Path, tmp
     assert 0 < float((first - plain).norm() / plain.norm()) < 0.02
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}])
+def test_keys_and_values_are_of_the_type_that_is_asked_for(directory: Path, options: dict[str, str]) -> None:
+    ids, logits, sizes = random_ids(40), {}, {}
+    for kind in ("float32", "bfloat16"):
+        decoder = load_model(directory, dtype="float32", kv_dtype=kind, **options).decoder
+        assert str(decoder.allocate_kv_cache(1)[0][0].dtype) == f"torch.{kind}"
+        logits[kind], sizes[kind] = logits_in_chunks(decoder, ids, [30, 1, 9]), decoder.kv_bytes_per_token
+    assert sizes["float32"] == 2 * sizes["bfloat16"]
+    assert 0 < float((logits["bfloat16"] - logits["float32"]).norm() / logits["float32"].norm()) < 0.02
+
+
 def test_paths_that_hold_no_model_are_refused_by_name(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere: no such file or directory; check the path"):
         load_model(tmp_path / "nowhere")

@@ -219,7 +219,8 @@ class Decoder:
         self.device = weights.device
         self.dtype = weights.dtype
         self.kv_dtype = kv_dtype or weights.dtype
-        """Of cached keys and values; may be changed to float8_e4m3fn, whose scale is 1, before any are allocated."""
+        """Of cached keys and values; may be changed before any are allocated: to float32 or bfloat16 on a CPU, to
+        float8_e4m3fn, whose scale is 1, on a GPU."""
         self.max_model_len = max_model_len or config.default_model_len
         table = (config.vocab_size, config.hidden_size)
         tokens = Part(0, *weights.split.vocab)

@@ -34,6 +34,8 @@ __all__ = ["LoadedModel", "ModelLoadError", "UnsupportedModel", "load_model"]
 
 _log = logging.getLogger(__name__)
 
+_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,7 +84,8 @@ def load_model(
             original length it stretches RoPE where that depends on the length (dynamic, longrope).
         deterministic: linear layers whose result for a row does not depend on the other rows, to the last bit; not on
             the CPU.
-        kv_dtype: of cached keys and values: "auto", that of the weights (beside int8 bfloat16), or "fp8".
+        kv_dtype: of cached keys and values: "auto", that of the activations, or bfloat16 beside int8 and bfloat16
+            weights on a CPU; "float32" or "bfloat16", on a CPU; or "fp8", on a GPU.
         ranks: among whom the decoder is split; None: it is whole.
         log: receives one line on what was loaded.
 
@@ -117,8 +120,7 @@ def load_model(
             how = ""
         else:
             decoder, how = quantized_decoder(config, source, computed, scheme, store, max_model_len, group)
-    if kv_dtype == "fp8":
-        decoder.kv_dtype = torch.float8_e4m3fn
+    decoder.kv_dtype = _KV_DTYPES.get(kv_dtype, decoder.kv_dtype)
     if store is not None:
         store.save_choices(measured)
     if isinstance(source, PackedSource):
