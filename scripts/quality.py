@@ -1,6 +1,6 @@
 """What quantised or 16-bit weights cost in quality: perplexity and top-1 agreement with float32 on a fixed text.
 
-    python -m scripts.quality [--model URI] [--text FILE] [--against none:bfloat16,none:float32:bfloat16] [--max-tokens N]
+    python -m scripts.quality [--model URI] [--text FILE] [--against none:bfloat16,int8:float32] [--max-tokens N]
 
 The text is this project's own documentation, frozen. It is cut into windows of 512 tokens, each seen alone, and every
 token after a window's first is predicted from those before it. Agreement is the share of positions at which the most

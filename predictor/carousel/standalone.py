@@ -80,7 +80,7 @@ def load(path: Path, settings: Settings) -> LoadedModel:
             raise EngineUnavailable(f"{flag} runs on GPUs only, and torch finds none here")
     if settings.kv_cache_dtype in ("float32", "bfloat16") and device != "cpu":
         raise EngineUnavailable(
-            f"--kv-cache-dtype {settings.kv_cache_dtype} is for CPUs, and the model goes to {device}: choose auto or fp8"
+            f"--kv-cache-dtype {settings.kv_cache_dtype} is for CPUs, not for {device}: choose auto, or fp8"
         )
     if settings.tensor_parallel_size == 1:
         return load_part(path, settings, device)

@@ -101,9 +101,7 @@ def load_model(
         raise ValueError(f"dtype {dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
     scheme = scheme_of(quantization, device)
     store = PreparedStore(cache_dir) if cache_dir is not None else None
-    file = _find_gguf(path)
-    with _damage(file or path):
-        config, source, tokenizer, defaults, stored = _read_directory(path) if file is None else _read_gguf(file)
+    config, source, tokenizer, defaults, stored = open_checkpoint(path)
     torch_dtype = _dtype(dtype, device, stored) if scheme == "none" or dtype != "auto" else _default(device)
     computed = torch_dtype
     if device.type == "cpu" and torch_dtype is torch.bfloat16:
@@ -135,6 +133,18 @@ def load_model(
 
 _Parts = tuple[DecoderConfig, TensorSource, Tokenizer, dict[str, Any], str]
 """The last: what type the config says that the weights have; "" where it does not say."""
+
+
+def open_checkpoint(path: Path) -> _Parts:
+    """What lies at a path, before any weight is read: config, weights, tokenizer, generation defaults, and the type
+    that the config says the weights have.
+
+    Raises:
+        ModelLoadError, UnsupportedModel: as :func:`load_model`.
+    """
+    file = _find_gguf(path)
+    with _damage(file or path):
+        return _read_directory(path) if file is None else _read_gguf(file)
 
 
 def _read_gguf(file: Path) -> _Parts:
