@@ -65,6 +65,7 @@ CONTESTANTS = {
     "openvino-bf16": Contestant("openvino", "bf16"),
     "vllm-bf16": Contestant("vllm", "bf16"),
     "carousel-fp32": Contestant("", "fp32", ("--quantization", "none", "--dtype", "float32")),
+    "carousel-fp32-kv16": Contestant("", "fp32", ("--dtype", "float32", "--kv-cache-dtype", "bfloat16")),
     "openvino-fp32": Contestant("openvino", "fp32"),
     "vllm-fp32": Contestant("vllm", "fp32"),
     "transformers-static": Contestant("transformers", "fp32", ("static",), ("offline",)),
