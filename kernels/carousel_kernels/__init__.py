@@ -53,6 +53,7 @@ __all__ = [
     "gelu_tanh_mul_quant",
     "gumbel_noise",
     "halve_weight",
+    "largest",
     "layers_are_fused",
     "paged_attention",
     "prepare_half_linear",
@@ -142,6 +143,7 @@ class _Backend(Protocol):
     def gumbel_noise(
         self, seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | int
     ) -> torch.Tensor: ...
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def sample(
         self,
         logits: torch.Tensor,
@@ -439,6 +441,15 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.
     on the device.
     """
     return _backend(seeds).gumbel_noise(seeds, positions, token_ids)
+
+
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The id of the largest logit of each row of float32 [R, V], int64 [R], and which rows are unusable, bool [R].
+
+    Unusable are rows that hold NaN or positive infinity, or nothing finite; their id is -1. Of equal logits any may be
+    taken; the compiled CPU kernel takes the first.
+    """
+    return _backend(logits).largest(logits)
 
 
 def sample(

@@ -22,6 +22,7 @@ __all__ = [
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant",
     "gumbel_noise",
+    "largest",
     "paged_attention",
     "prepare_grouped_linear",
     "prepare_half_linear",
@@ -231,6 +232,13 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.
     # The winner of an argmax has a *small* exponential, so the uniform number is kept exact near 0, and off 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
+
+
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # The largest of a row is NaN if anything in it is, and -inf only if everything is.
+    values, tokens = logits.max(dim=-1)
+    failed = ~values.isfinite()
+    return tokens.masked_fill(failed, -1), failed
 
 
 def sample(

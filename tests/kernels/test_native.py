@@ -373,3 +373,16 @@ def test_parts_of_a_sum_are_rounded_as_the_whole(size: float) -> None:
             out = native.paged_attention(batch.q[s : s + 1], batch.k_cache, batch.v_cache, alone, 0.125, None, None)
         assert out is not None
         torch.testing.assert_close(out[0], together[s], rtol=0, atol=5e-5)
+
+
+@BITS
+@given(rows=st.integers(1, 5), width=st.integers(1, 3000), seed=st.integers(0, 100), threads=ONE_OR_TWO)
+@settings(max_examples=30, deadline=None)
+def test_the_largest(bits: int, rows: int, width: int, seed: int, threads: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(rows, width)
+    logits[0, seed % width] = float("nan")
+    with compiled(bits, threads):
+        tokens = native.largest(logits)
+    assert tokens is not None
+    assert tokens.tolist() == [-1, *logits[1:].argmax(dim=1).tolist()]

@@ -229,3 +229,47 @@ def test_noise_is_the_documented_hash(backend: str, seed: int, position: int, to
     with ck.use_backend(backend):
         got = ck.gumbel_noise(torch.tensor([seed]), torch.tensor([position]), torch.tensor([[token]]))
     assert float(got) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", ck.available_backends())
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    width=st.sampled_from([1, 7, 31, 64, 100, 1023, 1024, 1025, 3000, 4096, 49152]),
+    odd=st.lists(
+        st.tuples(st.integers(0, 8), st.integers(0, 49151), st.sampled_from([math.nan, math.inf, -math.inf, 9.0])),
+        max_size=6,
+    ),
+    gap=st.sampled_from([0, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_the_largest_and_what_is_unusable(
+    backend: str, rows: int, width: int, odd: list[tuple[int, int, float]], gap: int, seed: int
+) -> None:
+    """NaN and infinities anywhere, ties, rows apart from each other, widths that fit no vector."""
+    torch.manual_seed(seed)
+    logits = torch.randn(rows, width + gap)[:, :width]
+    for row, at, value in odd:
+        logits[row % rows, at % width] = value
+    with ck.use_backend(backend):
+        tokens, failed = ck.largest(logits)
+    top = logits.masked_fill(logits.isnan(), math.inf).amax(dim=1)
+    assert failed.tolist() == [not math.isfinite(value) for value in top.tolist()]
+    assert (tokens[failed] == -1).all()
+    usable = ~failed
+    assert (logits[usable].gather(1, tokens[usable].unsqueeze(1)).squeeze(1) == top[usable]).all()
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_rows_of_nothing_are_unusable(value: float) -> None:
+    for backend in ck.available_backends():
+        with ck.use_backend(backend):
+            tokens, failed = ck.largest(torch.full((2, 100), value))
+        assert (tokens.tolist(), failed.tolist()) == ([-1, -1], [True, True])
+
+
+def test_of_equal_logits_the_compiled_kernel_takes_the_first() -> None:
+    logits = torch.zeros(3, 5000)
+    logits[1, 4096:] = logits[2, 17] = logits[2, 4999] = 1.0
+    with ck.use_backend("cpu"):
+        assert ck.largest(logits)[0].tolist() == [0, 4096, 17]

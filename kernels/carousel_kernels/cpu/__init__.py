@@ -33,6 +33,7 @@ __all__ = [
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant",
     "gumbel_noise",
+    "largest",
     "paged_attention",
     "prepare_grouped_linear",
     "prepare_half_linear",
@@ -69,6 +70,11 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     out = native.gelu_tanh_mul(x)
     return fallback.gelu_tanh_mul(x) if out is None else out
+
+
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = native.largest(logits)
+    return fallback.largest(logits) if tokens is None else (tokens, tokens < 0)
 
 
 def rope_write_kv(

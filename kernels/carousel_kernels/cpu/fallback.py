@@ -18,7 +18,7 @@ from . import attention, elementwise, half, quant
 from .elementwise import add_rms_norm, gelu_tanh_mul, rms_norm, rope_, silu_mul
 from .linear import prepare_linear
 from .logprobs import token_logprobs
-from .sampling import gumbel_noise, sample
+from .sampling import gumbel_noise, largest, sample
 
 __all__ = [
     "add_lora_",
@@ -26,6 +26,7 @@ __all__ = [
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant",
     "gumbel_noise",
+    "largest",
     "paged_attention",
     "prepare_grouped_linear",
     "prepare_half_linear",

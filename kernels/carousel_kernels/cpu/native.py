@@ -46,7 +46,7 @@ __all__ = [
 NATIVE_VARIABLE = "CAROUSEL_NATIVE"
 """Environment variable; with the value 0 the compiled operators are not used."""
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """Of the library's functions; grows with every change to what they take or compute."""
 
 _MAX_DIM = 256
@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "carousel_has_dots": (_int, []),
     "carousel_rms_norm": (None, [_pointer, _int64, _int64, _pointer, _pointer, _int64, _int, _float, _int]),
     "carousel_add_rms_norm": (None, [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int, _float, _int]),
+    "carousel_largest": (None, [_pointer, _int64, _pointer, _int64, _int, _int]),
     "carousel_gated": (None, [_pointer, _int64, _pointer, _int64, _int, _int, _int]),
     "carousel_rope_write": (None, [*[_pointer, _int64] * 3, *[_pointer] * 5, _int64, *[_int] * 6]),
     "carousel_attention": (_int, [_pointer, _pointer, _pointer, _int64, _pointer, _pointer, _pointer]),
@@ -279,6 +280,17 @@ def _gated(x: torch.Tensor, gelu: int) -> torch.Tensor | None:
     out = torch.empty(rows, doubled // 2)
     _library.carousel_gated(x.data_ptr(), doubled, out.data_ptr(), rows, doubled // 2, gelu, torch.get_num_threads())
     return out
+
+
+def largest(logits: torch.Tensor) -> torch.Tensor | None:
+    """The ids alone; see ``carousel_kernels.largest``."""
+    if _library is None or logits.dtype is not _FLOAT or logits.stride(1) != 1:
+        return None
+    rows, width = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    threads = torch.get_num_threads()
+    _library.carousel_largest(logits.data_ptr(), logits.stride(0), tokens.data_ptr(), rows, width, threads)
+    return tokens
 
 
 def rope_write_kv(

@@ -6,7 +6,8 @@ synchronisation and allocate only through torch, so that they can be recorded in
 
 from __future__ import annotations
 
-from carousel_kernels.reference import (  # these weights are the CPU's: no kernels of its own
+from carousel_kernels.reference import (  # PyTorch's own is as fast; the weights are the CPU's
+    largest,
     prepare_half_linear,
     prepare_quantized_linear,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant",
     "gumbel_noise",
+    "largest",
     "paged_attention",
     "prepare_grouped_linear",
     "prepare_half_linear",

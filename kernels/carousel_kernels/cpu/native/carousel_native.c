@@ -13,7 +13,7 @@
 #include "compiler.h"
 #include "operators.h"
 
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 
 #define LINE 16          /* floats of a cache line */
 #define AHEAD 192        /* floats of each token of a block that a decode calls for ahead of its reading; measured */
@@ -184,6 +184,13 @@ EXPORT void carousel_gated(const float *x, int64_t stride, float *out, int64_t r
     const struct rows a = {.x = x, .x_stride = stride, .out = out, .out_stride = width, .width = width};
     const rows_operator operator = gelu ? carousel_operators->gelu_tanh_mul : carousel_operators->silu_mul;
     run_rows(operator, &a, rows, 4 * (int64_t)width, threads);
+}
+
+/* tokens [rows]: where in x [rows, width], stride floats between rows, the first of the largest is; -1 for a row with NaN,
+ * positive infinity, or nothing finite. */
+EXPORT void carousel_largest(const float *x, int64_t stride, int64_t *tokens, int64_t rows, int width, int threads) {
+    const struct maxima a = {.x = x, .stride = stride, .tokens = tokens, .width = width};
+    run_rows(carousel_operators->largest, &a, rows, width, rows > 1 ? threads : 1);
 }
 
 /* Rotates q [tokens, heads, dim] in place, writes k, rotated, and v [tokens, kv_heads, dim] to their slots. Strides are

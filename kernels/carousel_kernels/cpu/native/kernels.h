@@ -646,6 +646,7 @@ FN void NAME(combine)(const struct attention *job, int sequence, const float *pa
 }
 
 #include "chunks.h"
+#include "largest.h"
 
 static const struct operators NAME(operators) = {
     .rms_norm = NAME(rms_norm),
@@ -659,6 +660,7 @@ static const struct operators NAME(operators) = {
     .shared = NAME(shared),
     .silu_gate = NAME(silu_gate),
     .gelu_gate = NAME(gelu_gate),
+    .largest = NAME(largest),
 };
 
 #undef FN

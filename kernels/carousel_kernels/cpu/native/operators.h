@@ -37,6 +37,14 @@ struct rope {
     int half; /* the cache is bfloat16 */
 };
 
+/* Rows of which the largest is wanted. */
+struct maxima {
+    const float *x;
+    int64_t stride; /* floats from one row to the next */
+    int64_t *tokens;
+    int width;
+};
+
 /* The part of an attention's arguments that a step's layers share; mirrored in native.py. */
 struct carousel_batch {
     const int32_t *query_start, *context_lens, *block_tables;
@@ -76,9 +84,9 @@ struct attention_plan {
     int window, threads; /* more than 1 only if that many pay */
 };
 
-/* The rows of rows_operator are those of a struct rows, or tokens of a struct rope. */
+/* The rows of rows_operator are those of a struct rows or maxima, or tokens of a struct rope. */
 struct operators {
-    rows_operator rms_norm, add_rms_norm, silu_mul, gelu_tanh_mul, rope_write;
+    rows_operator rms_norm, add_rms_norm, silu_mul, gelu_tanh_mul, rope_write, largest;
     void (*decode)(const struct attention *, int, int64_t, int64_t, float *);
     void (*combine)(const struct attention *, int, const float *, int);
     void (*chunk)(const struct attention *, int, int, int, int);
