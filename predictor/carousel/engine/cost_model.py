@@ -9,12 +9,13 @@ whose speed drifts. The scheduler asks it how many prompt tokens fit beside the 
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 _FORGETTING = 0.98
 _MIN_SAMPLES = 4
 # Brings the features to about 1, so that one initial covariance suits all three.
-_SCALE = np.array([1.0, 1e-2, 1e-5])
+_SCALE = (1.0, 1e-2, 1e-5)
+_START, _MOST = 1e3, 1e6  # of the covariance: its diagonal at first, and its trace
 
 
 def attended(num_new_tokens: int, context_before: int) -> int:
@@ -23,11 +24,14 @@ def attended(num_new_tokens: int, context_before: int) -> int:
 
 
 class StepCostModel:
-    """Predicts step seconds from tokens and attended pairs. Cheap: microseconds per update."""
+    """Predicts step seconds from tokens and attended pairs.
+
+    In plain floats: for so few numbers numpy takes ten times as long, while the device idles.
+    """
 
     def __init__(self) -> None:
-        self._weights = np.zeros(3)
-        self._covariance = np.eye(3) * 1e3
+        self._weights = [0.0, 0.0, 0.0]
+        self._covariance = [[_START if row == column else 0.0 for column in range(3)] for row in range(3)]
         self._samples = 0
 
     @property
@@ -37,21 +41,29 @@ class StepCostModel:
 
     def observe(self, num_tokens: int, num_attended: int, seconds: float) -> None:
         """Learn from a step that ran."""
-        features = np.array([1.0, num_tokens, num_attended]) * _SCALE
+        features = (1.0, num_tokens * _SCALE[1], num_attended * _SCALE[2])
         if self.ready:
             # One stolen time slice must not teach the model that all steps are slow.
             seconds = min(seconds, 3.0 * max(self.predict(num_tokens, num_attended), 1e-4))
-        gain = self._covariance @ features / (_FORGETTING + features @ self._covariance @ features)
-        self._weights = self._weights + gain * (seconds - features @ self._weights)
-        covariance = (self._covariance - np.outer(gain, features @ self._covariance)) / _FORGETTING
-        # Directions that no step excites would otherwise grow without bound (covariance wind-up).
-        self._covariance = covariance if np.trace(covariance) < 1e6 else self._covariance
+        # The covariance is symmetric: its product with the features, from either side.
+        spread = [_dot(row, features) for row in self._covariance]
+        strength = 1.0 / (_FORGETTING + _dot(spread, features))
+        step = strength * (seconds - _dot(self._weights, features))
+        self._weights = [weight + step * one for weight, one in zip(self._weights, spread, strict=True)]
         self._samples += 1
+        covariance = [
+            [(value - strength * own * other) / _FORGETTING for value, other in zip(row, spread, strict=True)]
+            for row, own in zip(self._covariance, spread, strict=True)
+        ]
+        # Directions that no step excites would otherwise grow without bound (covariance wind-up).
+        if covariance[0][0] + covariance[1][1] + covariance[2][2] < _MOST:
+            self._covariance = covariance
 
     def predict(self, num_tokens: int, num_attended: int) -> float:
         """Seconds that a step of this size is expected to take."""
-        weights = np.maximum(self._weights, 0.0) * _SCALE
-        return float(weights[0] + weights[1] * num_tokens + weights[2] * num_attended)
+        fixed, per_token, per_pair = self._weights
+        seconds = max(per_token, 0.0) * _SCALE[1] * num_tokens + max(per_pair, 0.0) * _SCALE[2] * num_attended
+        return max(fixed, 0.0) + seconds
 
     def max_chunk(self, target_s: float, num_tokens: int, num_attended: int, context_before: int, limit: int) -> int:
         """The most prompt tokens, at most ``limit``, that keep a step within ``target_s``.
@@ -73,3 +85,7 @@ class StepCostModel:
             else:
                 high = middle - 1
         return low
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
