@@ -24,8 +24,9 @@ from .packed import PackedSource, PackedWeights, scheme_of_checkpoint
 from .parallel import ALONE, Ranks
 from .prepared import PreparedStore
 from .quantization import HALF, quantized_decoder, scheme_of
+from .staging import StagedSource
 from .tokenizer import Tokenizer, load_gguf_tokenizer, load_tokenizer, read_json
-from .weights import DecoderWeights, TensorSource, open_safetensors
+from .weights import DecoderWeights, SafetensorsSource, TensorSource, open_safetensors
 
 if TYPE_CHECKING:
     from carousel.engine.ranks import RankGroup
@@ -100,7 +101,9 @@ def load_model(
     store = PreparedStore(cache_dir) if cache_dir is not None else None
     file = _find_gguf(path)
     with _damage(file or path):
-        config, source, tokenizer, defaults, stored = _read_directory(path) if file is None else _read_gguf(file)
+        config, source, tokenizer, defaults, stored = (
+            _read_directory(path, device) if file is None else _read_gguf(file)
+        )
     torch_dtype = _dtype(dtype, device, stored) if scheme == "none" or dtype != "auto" else _default(device)
     computed = torch_dtype
     if device.type == "cpu" and torch_dtype is torch.bfloat16:
@@ -124,6 +127,8 @@ def load_model(
     if isinstance(source, PackedSource):
         # A CPU has no kernel for these formats: they take the room of plain weights there.
         how = f", from {source.scheme.name}{'' if device.type != 'cpu' else ', widened'}{how}"
+    if isinstance(staged := source.source if isinstance(source, PackedSource) else source, StagedSource):
+        how += f"; {staged}"
     log(
         f"loaded {config.architecture} from {path} in {time.monotonic() - started:.2f} s: "
         f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}{how}"
@@ -142,13 +147,19 @@ def _read_gguf(file: Path) -> _Parts:
     return config, source, load_gguf_tokenizer(source.metadata, str(file)), _gguf_defaults(source.metadata), ""
 
 
-def _read_directory(path: Path) -> _Parts:
+def _opened(path: Path, device: torch.device) -> SafetensorsSource | StagedSource:
+    """A GPU's memory is filled by copies, which want pinned buffers; a CPU's by mapping the files."""
+    source = open_safetensors(path)
+    return StagedSource(source, device) if device.type == "cuda" else source
+
+
+def _read_directory(path: Path, device: torch.device) -> _Parts:
     hf = read_json(path / "config.json")
     if not hf:
         raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
     config = _config(hf, path / "config.json")
     scheme = scheme_of_checkpoint(hf)
-    plain = open_safetensors(path)
+    plain = _opened(path, device)
     source: TensorSource = plain if scheme is None else PackedSource(plain, scheme)
     defaults = read_json(path / "generation_config.json")
     stored = str(hf.get("dtype") or hf.get("torch_dtype") or "")
