@@ -13,7 +13,7 @@ from tests.engine.tiny import VOCAB, kv_memory, started_engine, tiny_model
 
 from carousel.engine.buckets import NUM_SCRATCH_BLOCKS, bucket_sizes
 from carousel.engine.device import Device, explain
-from carousel.engine.errors import InvalidRequest
+from carousel.engine.errors import EngineUnavailable, InvalidRequest
 from carousel.engine.graph_runner import GraphRunner
 from carousel.engine.memory_profile import worst_step
 from carousel.engine.piecewise import token_buckets
@@ -181,6 +181,27 @@ def test_a_start_that_leaves_no_room_for_the_largest_step_fails(
     said = rf"--kv-cache-memory: got '{memory}', allowed: 0\.00 GiB less, for the largest step"
     with pytest.raises(InvalidRequest, match=said):
         start_with_free(monkeypatch, *(size * 2**20 for size in free), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "^the device is out of memory"),
+        (
+            torch.AcceleratorError("CUDA error: ECC error\nadvice"),
+            "^the device has failed: CUDA error: ECC error; only",
+        ),
+    ],
+)
+def test_a_device_that_fails_while_the_engine_starts_is_explained(
+    error: Exception, said: str, recording: RecordingDevice
+) -> None:
+    def failing(work: Callable[[], torch.Tensor]) -> None:
+        raise error
+
+    recording.record = failing  # type: ignore[assignment, method-assign]
+    with pytest.raises(EngineUnavailable, match=said):
+        started_engine()
 
 
 def test_the_largest_step_computes_logits_of_every_prompt_token_and_samples_every_row() -> None:

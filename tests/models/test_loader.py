@@ -119,3 +119,14 @@ def test_broken_or_foreign_configs_are_refused_by_name(directory: Path) -> None:
     file.write_text("{")
     with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read as JSON"):
         load_model(directory)
+
+
+def test_a_device_without_enough_memory_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **options: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    monkeypatch.setattr(loader, "Decoder", full)
+    with pytest.raises(ModelLoadError, match=r"model: its weights do not fit into the memory of cpu; use a larger GPU"):
+        load_model(directory)

@@ -111,12 +111,16 @@ class Engine:
 
         Raises:
             InvalidRequest: the settings do not fit this model or this machine.
+            EngineUnavailable: the device has failed, or has no memory left.
         """
         if self._thread is not None:
             raise RuntimeError("the engine was started before")
-        core = self._build()
-        started = time.monotonic()
-        self._warm_up(core)
+        try:
+            core = self._build()
+            started = time.monotonic()
+            self._warm_up(core)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise EngineUnavailable(explain(error)) from error
         log.info("warm-up: %.2f s", time.monotonic() - started)
         self._warm = True
         if self._ranks is not None:

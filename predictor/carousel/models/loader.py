@@ -111,7 +111,7 @@ def load_model(
         scheme = HALF if scheme == "none" else scheme
     measured = store.restore_choices() if store else {}
     group = ranks or ALONE
-    with ck.uniform_linears() if deterministic else nullcontext():
+    with ck.uniform_linears() if deterministic else nullcontext(), _room(path, device):
         if scheme == "none":
             weights: TensorSource | DecoderWeights = source
             if isinstance(source, PackedSource) and device.type != "cpu":
@@ -183,6 +183,18 @@ def _damage(where: Path) -> Generator[None, None, None]:
         raise ModelLoadError(
             f"{where}: its config, vocabulary or metadata is damaged ({type(error).__name__}: {str(error)[:200]}); "
             "download it again"
+        ) from error
+
+
+@contextmanager
+def _room(path: Path, device: torch.device) -> Generator[None, None, None]:
+    """A device's memory that does not suffice is said of the model."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"{path}: its weights do not fit into the memory of {device}; use a larger GPU, a quantised version of the "
+            "model, or several GPUs (--tensor-parallel-size)"
         ) from error
 
 
