@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.gpu_check import __main__ as check
+from scripts.gpu_check.model import Session
 from scripts.gpu_check.plan import FULL, STAGES, TINY
 from scripts.gpu_check.report import markdown
 
@@ -28,6 +30,22 @@ def test_a_stage_runs_and_is_not_run_again(tmp_path: Path, capsys: pytest.Captur
     assert "roofline: finished before" in capsys.readouterr().out
     assert (tmp_path / "roofline.json").read_bytes() == before
     assert "| roofline | good | " in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheels for this system")
+def test_the_stages_below_the_engine_find_what_they_look_for() -> None:
+    """In this process, on the CPU: what is loaded is what was written, and pieces agree with launched steps."""
+    from scripts.gpu_check import model_stages
+
+    session = Session(tiny=True)
+    loaded = model_stages.load(session)
+    assert loaded["ok"]
+    assert loaded["gigabytes"] > 0
+    assert [row["files"] for row in loaded["rows"]] == ["from disk", "from the page cache", "mapped, cached"]
+    mixed = model_stages.mixed(session)
+    assert mixed["ok"]
+    assert [row["tokens"] for row in mixed["rows"]] == [5, 16]
+    assert mixed["graphs"] == 2
 
 
 def stage_that(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

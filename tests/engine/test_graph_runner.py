@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from carousel.engine.buckets import NUM_SCRATCH_BLOCKS, bucket_sizes
 from carousel.engine.device import Device, explain
 from carousel.engine.errors import EngineUnavailable, InvalidRequest
 from carousel.engine.graph_runner import GraphRunner
+from carousel.engine.memory import free_memory
 from carousel.engine.memory_profile import worst_step
 from carousel.engine.piecewise import token_buckets
 from carousel_kernels.layout import BLOCK_SIZE
@@ -228,6 +230,22 @@ def test_the_largest_step_computes_logits_of_every_prompt_token_and_samples_ever
     worst_step(Watched, VOCAB, Reads(), 50, 8)  # type: ignore[arg-type]
     assert seen == [(50, 51)]
     assert rows == [49, 8, 8]  # log-probabilities of the prompt, of the sampled tokens, and these
+
+
+@pytest.mark.parametrize(("count", "beside"), [(1, ""), (3, "; 2 more visible, not used")])
+def test_what_is_used_of_what_is_visible_is_said(count: int, beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MIG slice counts as a device, with its own memory."""
+    slice_ = SimpleNamespace(name="H200 MIG 1g.18gb", total_memory=16 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: {"cuda:1": slice_}[str(which)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda which: {"cuda:1": (5, 9)}[str(which)])
+    bound: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+    device = Device.of(torch.device("cuda", 1))
+    device.bind()
+    assert device.describe() == f"cuda:1: H200 MIG 1g.18gb, 16 GiB, compute capability 9.0{beside}"
+    assert bound == [torch.device("cuda", 1)]
+    assert free_memory(device.torch_device) == 5
 
 
 @pytest.mark.parametrize(

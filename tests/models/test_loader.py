@@ -69,6 +69,13 @@ def test_auto_takes_bfloat16_where_model_and_cpu_have_it(directory: Path, monkey
     assert taken("bfloat16") == "float32"
 
 
+def test_a_gpu_computes_in_bfloat16_unless_told_otherwise() -> None:
+    gpu = torch.device("cuda", 1)
+    for stored in ("float32", "bfloat16", "float16", ""):
+        assert loader._dtype("auto", gpu, stored) == torch.bfloat16
+    assert loader._dtype("float16", gpu, "bfloat16") == torch.float16
+
+
 def test_bfloat16_layers_stay_close_and_come_from_the_cache(directory: Path, tmp_path: Path) -> None:
     ids = random_ids(12)
     plain = logits_in_chunks(load_model(directory, dtype="float32").decoder, ids, [5])

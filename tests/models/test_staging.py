@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -338,3 +339,46 @@ def test_packed_weights_are_unpacked_where_they_were_read_to(kind: str) -> None:
         half = made.part(0, 0, 32)
         for one in (made, half, made.part(1, 0, 64), type(made).stacked([half, half]).times(2.0)):
             assert one.q.device == one.scales.device == one.dense(torch.float32).device == torch.device("meta")
+
+
+def test_copies_to_a_gpu_go_over_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as can be seen without one: after the work before, each with an event that its buffer waits for."""
+    told: list[tuple[object, ...]] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            told.append(("stream", device))
+
+        def wait_stream(self, other: str) -> None:
+            told.append(("after", other))
+
+        def synchronize(self) -> None:
+            told.append(("all done",))
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking  # a reader that waits takes no CPU
+
+        def record(self, stream: Stream) -> None:
+            told.append(("event", type(stream)))
+
+        def synchronize(self) -> None:
+            told.append(("done",))
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        told.append(("on", type(stream)))
+        yield
+
+    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", on), ("current_stream", lambda _: "its own")):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: told.append(("given back",)), raising=False)
+    gpu = torch.device("cuda", 1)
+    made = StagedSource(SafetensorsSource([]), gpu)._copies
+    made.begin()
+    wait = made.run(lambda: told.append(("copy",)))
+    assert told == [("stream", gpu), ("after", "its own"), ("on", Stream), ("copy",), ("event", Stream)]
+    wait()
+    made.end()
+    made.release()
+    assert told[5:] == [("done",), ("all done",), ("given back",)]

@@ -146,13 +146,16 @@ class _Layer:
         else:
             x, residual = ck.add_rms_norm(x, residual, self.attention_norm, self.eps)
         q, k, v = self.qkv(x).view(-1, self.total_heads, self.head_dim).split(self.sections, dim=1)
+        if self.rope is not None:
+            ck.rope_write_kv(
+                q, k, v, self.rope, positions, k_cache, v_cache, slots,
+                q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps,
+            )  # fmt: skip
+            return q, residual
         if self.q_norm is not None and self.k_norm is not None:
             q = ck.rms_norm(q, self.q_norm, self.eps)
             k = ck.rms_norm(k, self.k_norm, self.eps)
-        if self.rope is None:
-            ck.write_kv(k, v, k_cache, v_cache, slots)
-        else:
-            ck.rope_write_kv(q, k, v, self.rope, positions, k_cache, v_cache, slots)
+        ck.write_kv(k, v, k_cache, v_cache, slots)
         return q, residual
 
     def attention(
