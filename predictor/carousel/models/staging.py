@@ -328,12 +328,10 @@ class StagedSource:
 
 
 def _open(path: Path, opened: contextlib.ExitStack) -> int:
+    """Without advice on how it will be read: several readers of large pieces were slower with any."""
     try:
         file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror}); check the path and its mode") from error
     opened.callback(os.close, file)
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # some file systems take no advice
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return file
