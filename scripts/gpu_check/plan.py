@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["FULL", "STAGES", "TINY", "Plan"]
 
-STAGES = ("kernels", "roofline", "parity", "decode", "graphs", "mixed", "load", "itl", "batching")
+STAGES = ("kernels", "roofline", "parity", "decode", "graphs", "mixed", "itl", "batching", "load")
 """In the order of what is worth knowing first: the last ones are what a lack of time costs."""
 
 

@@ -205,6 +205,20 @@ def test_reading_goes_on_while_copies_are_under_way_within_few_buffers(tmp_path:
     assert "0.00 GB read in" in str(staged)
 
 
+def test_a_single_tensor_is_read_by_all_readers(tmp_path: Path) -> None:
+    """As those of quantised checkpoints are, which are unpacked one by one."""
+    mib = 1 << 20
+    write(tmp_path / "model.safetensors", {"t": Stored("F32", (mib,), torch.float32, 1.0, 0.0, None, 0, 0)}, 0)
+    source, copies, threads = open_safetensors(tmp_path), LateCopies(), threading.active_count()
+    staged = StagedSource(source, CPU, copies=copies, readers=3, buffers=4)
+    for _ in range(2):
+        assert torch.equal(staged.raw("t"), source.raw("t"))
+    assert copies.done == 2 * 4
+    assert threading.active_count() <= threads + 3
+    staged.complete()
+    assert threading.active_count() == threads
+
+
 def test_nothing_is_read_before_it_is_asked_for_and_others_devices_are_left_to_the_files(tmp_path: Path) -> None:
     expected, source = big(tmp_path, 2)
     staged = StagedSource(source, torch.device("meta"), copies=Copies())

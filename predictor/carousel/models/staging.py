@@ -41,6 +41,7 @@ READERS = 8
 BUFFERS = READERS + 4
 """Of pinned memory: one per reader, and some on their way to the device."""
 
+_LEAST_PIECE = 1 << 20
 _GAP = 1 << 16  # bytes between two tensors that are read along: cheaper than a request of their own
 
 
@@ -228,6 +229,7 @@ class StagedSource:
         self._piece_bytes, self._num_buffers, self._num_readers = piece_bytes, buffers, readers
         self._buffers: list[torch.Tensor] = []
         self._scratch: torch.Tensor | None = None
+        self._readers: ThreadPoolExecutor | None = None
         self._wanted: list[_Wanted] = []
         self.bytes_read = 0
         self.seconds = 0.0
@@ -264,6 +266,7 @@ class StagedSource:
         """
         wanted, self._wanted = self._wanted, []
         self._transfer(wanted)
+        self._dismiss()
         self._buffers, self._scratch = [], None
         self._copies.release()
 
@@ -277,23 +280,33 @@ class StagedSource:
     @torch.inference_mode()
     def _transfer(self, wanted: Sequence[_Wanted]) -> None:
         started = time.perf_counter()
-        pieces = _pieces(wanted, self._piece_bytes)
+        total = sum(one.extent.end - one.extent.begin for one in wanted)
+        # A single tensor, too, is read by all readers.
+        pieces = _pieces(wanted, min(self._piece_bytes, max(_LEAST_PIECE, total // self._num_readers)))
         if not pieces:
             return
         self._make_buffers(max(piece.size for piece in pieces), len(pieces))
         self._copies.begin()
         with contextlib.ExitStack() as opened:
             files = {path: _open(path, opened) for path in {piece.path: None for piece in pieces}}
-            readers = ThreadPoolExecutor(self._num_readers, thread_name_prefix="carousel-weights")
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(self._num_readers, thread_name_prefix="carousel-weights")
             try:
-                self._pump(pieces, lambda *what: readers.submit(_read, *what), files)
-            finally:  # of a failed load, too: no reader is left behind, and no copy from a buffer that goes
-                readers.shutdown(cancel_futures=True)
+                self._pump(pieces, self._readers, files)
+            except BaseException:  # no reader may be left behind that fills a buffer, or reads a closed file
+                self._dismiss()
+                raise
+            finally:
                 self._copies.end()
         self.bytes_read += sum(piece.size for piece in pieces)
         self.seconds += time.perf_counter() - started
 
-    def _pump(self, pieces: Sequence[_Piece], submit: Callable[..., Future[None]], files: dict[Path, int]) -> None:
+    def _dismiss(self) -> None:
+        readers, self._readers = self._readers, None
+        if readers is not None:
+            readers.shutdown(cancel_futures=True)
+
+    def _pump(self, pieces: Sequence[_Piece], readers: ThreadPoolExecutor, files: dict[Path, int]) -> None:
         """Read the pieces in order, each into the next buffer in turn, and launch the copies of each that is there."""
         count = len(self._buffers)
         free: list[Callable[[], None]] = [_nothing] * count
@@ -308,7 +321,9 @@ class StagedSource:
             if len(being_read) == count:
                 launch_oldest()
             turn = number % count
-            being_read.append((number, submit(files[piece.path], piece, self._buffers[turn], free[turn])))
+            being_read.append(
+                (number, readers.submit(_read, files[piece.path], piece, self._buffers[turn], free[turn]))
+            )
         while being_read:
             launch_oldest()
 
