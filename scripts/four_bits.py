@@ -79,7 +79,7 @@ class RoundedSource:
 
     def __init__(self, source: TensorSource, group: int, change: Round) -> None:
         self._source, self._group, self._change = source, group, change
-        self.shapes, self.where, self.files = source.shapes, source.where, source.files
+        self.shapes, self.where, self.files, self.complete = source.shapes, source.where, source.files, source.complete
 
     def read(
         self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=0, help="of the text, from its start; 0: all")
     parser.add_argument("--group", type=int, default=32, help="inputs that share a scale")
     options = parser.parse_args(argv)
-    config, plain, tokenizer, _, _ = open_checkpoint(Path(resolve(options.model)))
+    config, plain, tokenizer, _, _ = open_checkpoint(Path(resolve(options.model)), torch.device("cpu"))
     ids = tokenizer.encode(options.text.read_text("utf-8"))[: options.max_tokens or None]
     normal = normal_levels(options.group)
     ways: dict[str, Round] = {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a GPU has to say about Carousel, in at most 12 minutes: kernels against the reference, the engine against
-# transformers, the roofline, decode speed, graph capture, static against continuous batching, latency beside long prompts.
+# transformers, the roofline, decode speed, graph capture, small steps with prompts in pieces, loading from disk, static
+# against continuous batching, latency beside long prompts.
 # Needs python3 with torch, triton and transformers, nothing else. Run it again after an interruption: what has finished is
 # kept in the folder --out (default gpu-check), which ends up with report.json and report.md.
 #

@@ -128,6 +128,7 @@ class _Backend(Protocol):
         sinks: torch.Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor: ...
     def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -355,6 +356,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every new token to its sequence's cached tokens, its own included (written before).
 
@@ -362,11 +364,12 @@ def paged_attention(
     h // (Hq / Hkv). Scores are multiplied by ``scale``, then, with ``softcap`` c, become c * tanh(score / c). With
     ``sliding_window`` w a token sees itself and the w - 1 tokens before it. ``sinks`` [Hq]: a logit per query head
     that takes part in the softmax and has no value, so that weights sum to less than 1. Keys are multiplied by
-    ``k_scale`` and values by ``v_scale``, with which a cache of float8_e4m3fn was written.
+    ``k_scale`` and values by ``v_scale``, with which a cache of float8_e4m3fn was written. The result goes into
+    ``out``, contiguous and of q's dtype, if that is given.
     """
     return _backend(q).paged_attention(
         q, k_cache, v_cache, layout, scale=scale, sliding_window=sliding_window, softcap=softcap,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
     )  # fmt: skip
 
 

@@ -129,8 +129,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     group = q.shape[1] // k_cache.shape[2]
     start = 0
     for s, (new, context) in enumerate(zip(layout.query_lens_host, layout.context_lens_host, strict=True)):

@@ -378,6 +378,12 @@ class Settings:
         group=_BATCH,
         choices=("auto", "on", "off"),
     )
+    piecewise_graph_tokens: int = option(
+        256, INTEGER,
+        """Most tokens of a step with prompts whose operators between attentions are replayed from CUDA graphs, as those
+        of decodes are; recorded at the start, a graph per layer and number of tokens. GPUs only.""",
+        unit="tokens", group=_BATCH, low=16, high=8192, zero="such steps are launched operator by operator",
+    )  # fmt: skip
     protect_streams: bool = option(
         True,
         SWITCH,

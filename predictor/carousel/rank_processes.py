@@ -67,13 +67,20 @@ def join(rank: int, size: int, device: str, meeting: str) -> Any:
     # All are on this machine; the pod's name need not resolve to anything.
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
+    backend, here = "gloo", None
     if device != "cpu":
-        torch.cuda.set_device(torch.device(device))
-    store = dist.FileStore(meeting, size)
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_JOIN_S))
+        backend, here = "nccl", torch.device(device)  # told the device, NCCL connects at once and need not guess it
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(meeting, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_JOIN_S),
+        device_id=here,
+    )
     group = Group()
-    group.sum(torch.zeros(1, device=device))  # NCCL connects at first use
+    group.sum(torch.zeros(1, device=device))  # all are there, or this says so
     return group
 
 

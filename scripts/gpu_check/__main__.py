@@ -74,7 +74,8 @@ def stage_function(name: str) -> Callable[[Any], dict[str, Any]]:
     """Imported in the worker only: the interpreter's variable is set there, and kernels need no engine."""
     if name == "roofline":
         return roofline
-    module = importlib.import_module(".kernel_stage" if name == "kernels" else ".engine_stages", __package__)
+    modules = {"kernels": ".kernel_stage", "load": ".model_stages", "mixed": ".model_stages"}
+    module = importlib.import_module(modules.get(name, ".engine_stages"), __package__)
     function: Callable[[Any], dict[str, Any]] = getattr(module, name)
     return function
 

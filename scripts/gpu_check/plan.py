@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["FULL", "STAGES", "TINY", "Plan"]
 
-STAGES = ("kernels", "roofline", "parity", "decode", "graphs", "itl", "batching")
+STAGES = ("kernels", "roofline", "parity", "decode", "graphs", "mixed", "itl", "batching", "load")
 """In the order of what is worth knowing first: the last ones are what a lack of time costs."""
 
 
@@ -18,6 +18,8 @@ class Plan:
         config: of a LlamaForCausalLM.
         parity: (prompt lengths, output length).
         decode: (sequences, prompt length, output length) of each run.
+        mixed: (tokens of each step, context of its decodes, repetitions).
+        load: layers of the model that is written to disk and read from it.
         itl: (streams, their output length, long prompts, their length).
         batching: (requests, seats, prompt length, least and most output length).
         tolerance: how far below the largest logit of transformers a chosen token's may be: what rounding makes of it.
@@ -29,6 +31,8 @@ class Plan:
     max_model_len: int
     parity: tuple[tuple[int, ...], int]
     decode: tuple[tuple[int, int, int], ...]
+    mixed: tuple[tuple[int, ...], int, int]
+    load: int
     itl: tuple[int, int, int, int]
     batching: tuple[int, int, int, int, int]
     tolerance: float
@@ -46,6 +50,8 @@ FULL = Plan(
     max_model_len=16384,
     parity=((17, 130, 300, 1025), 48),
     decode=((1, 1024, 128), (32, 1024, 128), (128, 512, 128)),
+    mixed=((16, 32, 64, 128, 192, 256, 512), 1024, 20),
+    load=8,
     itl=(16, 400, 4, 8192),
     batching=(96, 32, 512, 32, 1536),
     tolerance=0.15,
@@ -64,6 +70,8 @@ TINY = Plan(
     max_model_len=128,
     parity=((3, 20), 4),
     decode=((2, 4, 4),),
+    mixed=((5, 16), 20, 1),
+    load=1,
     itl=(2, 8, 1, 24),
     batching=(4, 2, 4, 2, 6),
     tolerance=1e-3,

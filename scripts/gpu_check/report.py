@@ -80,7 +80,36 @@ def _decode(result: Result) -> list[str]:
 def _graphs(result: Result) -> list[str]:
     if not result["built"]:
         return [result["note"][0].upper() + result["note"][1:] + "."]
-    return [f"The engine starts in {result['start_s']:.1f} s, of which capturing takes: {result['capture']}."]
+    capture = result["capture"]
+    return [
+        f"The engine starts in {result['start_s']:.1f} s.",
+        f"Recording {capture['graphs']} graphs takes {capture['seconds']:.1f} s of that:",
+        f"decodes of {capture['buckets']} sequences, steps with prompts of {capture['token_buckets']} tokens.",
+        f"Where the host has to wait for the device in a step's operators: {result['host_waits'] or 'nowhere'}.",
+    ]
+
+
+def _mixed(result: Result) -> list[str]:
+    head = ("tokens", "decodes", "launched, ms", "replayed, ms", "factor", "largest gap")
+    names = ("tokens", "decodes", "launched_ms", "replayed_ms", "factor", "largest_gap")
+    return [
+        f"Steps of a prompt's chunk beside decodes at a context of {result['context']} tokens, launched operator by",
+        f"operator and replayed between attentions (goal with the fewest tokens: {result['goal']} times as fast).",
+        f"Recording {result['graphs']} graphs took {result['capture_s']:.1f} s and {result['recorded_gib']:.2f} GiB.",
+        "",
+        *_table(head, [[row[name] for name in names] for row in result["rows"]]),
+    ]
+
+
+def _load(result: Result) -> list[str]:
+    head = ("files", "plain read, GB/s", "load, GB/s", "share")
+    names = ("files", "plain_gb_per_s", "load_gb_per_s", "share")
+    return [
+        f"{result['gigabytes']:.1f} GB of safetensors to the device, against reading them to nowhere with as many",
+        f"threads (goal: {result['goal']} of that).",
+        "",
+        *_table(head, [[row.get(name) for name in names] for row in result["rows"]]),
+    ]
 
 
 def _itl(result: Result) -> list[str]:
@@ -112,6 +141,8 @@ _SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "parity": _parity,
     "decode": _decode,
     "graphs": _graphs,
+    "mixed": _mixed,
+    "load": _load,
     "itl": _itl,
     "batching": _batching,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from tests.engine.test_async_engine import check_equal, crowd, outputs
 from tests.engine.test_engine import PROMPTS, greedy
 from tests.engine.tiny import VOCAB, kv_memory, started_engine, tiny_model
 
+from carousel.engine.buckets import NUM_SCRATCH_BLOCKS, bucket_sizes
 from carousel.engine.device import Device, explain
-from carousel.engine.errors import InvalidRequest
-from carousel.engine.graph_runner import NUM_SCRATCH_BLOCKS, GraphRunner, bucket_sizes
+from carousel.engine.errors import EngineUnavailable, InvalidRequest
+from carousel.engine.graph_runner import GraphRunner
+from carousel.engine.memory import free_memory
 from carousel.engine.memory_profile import worst_step
+from carousel.engine.piecewise import token_buckets
 from carousel_kernels.layout import BLOCK_SIZE
 
 
@@ -54,7 +58,7 @@ async def test_replayed_steps_answer_as_launched_ones(
 ) -> None:
     engine = started_engine(async_scheduling=scheduling, max_batch_sequences=6, kv_cache_memory=kv_memory(40))
     try:
-        assert recording.recorded == len(bucket_sizes(6))
+        assert recording.recorded == len(bucket_sizes(6)) + 2 * len(token_buckets(64))
         assert engine.graph_capture is not None
         assert engine.graph_capture["buckets"] == bucket_sizes(6)
         replayed = recording.replayed
@@ -95,7 +99,7 @@ def test_buckets_waste_at_most_a_quarter(max_rows: int) -> None:
 
 
 def test_no_bucket_without_rows() -> None:
-    with pytest.raises(ValueError, match="max_rows: got 0"):
+    with pytest.raises(ValueError, match="most: got 0"):
         bucket_sizes(0)
 
 
@@ -146,14 +150,60 @@ def test_the_kv_pool_takes_what_the_largest_steps_leave(monkeypatch: pytest.Monk
     assert blocks == {0: 32, free // 2: 16}
 
 
-def test_a_start_that_leaves_no_room_for_the_largest_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was recorded has taken memory since the pool was sized: better an error now than under load."""
-    free = iter([64 * 2**20, 2**20])
-    monkeypatch.setattr("carousel.engine.device.free_memory", lambda _: next(free))
+def start_with_free(monkeypatch: pytest.MonkeyPatch, *free: int, memory: str) -> tuple[int, int]:
+    """An engine whose device has so many bytes left each time that it is asked, and whose largest step takes 2 MiB: its
+    blocks, and how often its graphs were recorded."""
+    left = iter(free)
+    monkeypatch.setattr("carousel.engine.device.free_memory", lambda _: next(left))
     device = MeasuringDevice(2 * 2**20)
     monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
-    with pytest.raises(InvalidRequest, match=r"--kv-cache-memory: got '0\.5', allowed: 0\.00 GiB less"):
-        started_engine(kv_cache_memory="0.5")
+    engine = started_engine(kv_cache_memory=memory, max_batch_sequences=512, max_batch_tokens=512)
+    engine.stop()
+    assert next(left, None) is None
+    assert engine.graph_capture is not None
+    return engine.stats().num_blocks, device.recorded // engine.graph_capture["graphs"]
+
+
+def test_the_kv_pool_gives_way_to_recorded_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was recorded has taken memory since the pool was sized, of which the largest step needs a MiB."""
+    mib = 2**20
+    block = 16 * tiny_model().decoder.kv_bytes_per_token
+    assert start_with_free(monkeypatch, 6 * mib, 2 * mib, memory="0.5") == (2 * mib // block, 1)
+    assert start_with_free(monkeypatch, 6 * mib, mib, 2 * mib, memory="0.5") == (mib // block, 2)
+    assert "the KV cache becomes 0.00 GiB smaller: recorded graphs took the room" in caplog.messages
+
+
+@pytest.mark.parametrize(("free", "memory"), [([64, 1, 1], "0.5"), ([64, 1], "4MiB")])
+def test_a_start_that_leaves_no_room_for_the_largest_step_fails(
+    free: list[int], memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that was asked for is kept, or refused: better an error now than under load."""
+    said = rf"--kv-cache-memory: got '{memory}', allowed: 0\.00 GiB less, for the largest step"
+    with pytest.raises(InvalidRequest, match=said):
+        start_with_free(monkeypatch, *(size * 2**20 for size in free), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "^the device is out of memory"),
+        (
+            torch.AcceleratorError("CUDA error: ECC error\nadvice"),
+            "^the device has failed: CUDA error: ECC error; only",
+        ),
+    ],
+)
+def test_a_device_that_fails_while_the_engine_starts_is_explained(
+    error: Exception, said: str, recording: RecordingDevice
+) -> None:
+    def failing(work: Callable[[], torch.Tensor]) -> None:
+        raise error
+
+    recording.record = failing  # type: ignore[assignment, method-assign]
+    with pytest.raises(EngineUnavailable, match=said):
+        started_engine()
 
 
 def test_the_largest_step_computes_logits_of_every_prompt_token_and_samples_every_row() -> None:
@@ -180,6 +230,22 @@ def test_the_largest_step_computes_logits_of_every_prompt_token_and_samples_ever
     worst_step(Watched, VOCAB, Reads(), 50, 8)  # type: ignore[arg-type]
     assert seen == [(50, 51)]
     assert rows == [49, 8, 8]  # log-probabilities of the prompt, of the sampled tokens, and these
+
+
+@pytest.mark.parametrize(("count", "beside"), [(1, ""), (3, "; 2 more visible, not used")])
+def test_what_is_used_of_what_is_visible_is_said(count: int, beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MIG slice counts as a device, with its own memory."""
+    slice_ = SimpleNamespace(name="H200 MIG 1g.18gb", total_memory=16 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: {"cuda:1": slice_}[str(which)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda which: {"cuda:1": (5, 9)}[str(which)])
+    bound: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+    device = Device.of(torch.device("cuda", 1))
+    device.bind()
+    assert device.describe() == f"cuda:1: H200 MIG 1g.18gb, 16 GiB, compute capability 9.0{beside}"
+    assert bound == [torch.device("cuda", 1)]
+    assert free_memory(device.torch_device) == 5
 
 
 @pytest.mark.parametrize(

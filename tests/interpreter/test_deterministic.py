@@ -12,13 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.engine.test_engine import answers, greedy, prompt, settled
+from tests.engine.test_graph_runner import RecordingDevice
 from tests.engine.tiny import started_engine, tiny_model
 from tests.kernels.devices import products_by_row
 
 import carousel_kernels as ck
 from carousel.config import Settings, SettingsError, load_settings
+from carousel.engine.buckets import bucket_sizes
+from carousel.engine.device import Device
 from carousel.engine.engine import Engine
 from carousel.engine.errors import EngineUnavailable
+from carousel.engine.piecewise import token_buckets
 from carousel.engine.request import Sequence
 from carousel.engine.sampler import Draw, Sampler
 from carousel.engine.scheduler import Schedule, Scheduler
@@ -109,6 +113,17 @@ async def test_logits_are_those_of_the_text_alone(alone: Logits, changes: dict[s
     found = await logits_of(PROMPTS, **changes)
     assert found.keys() == alone.keys()
     assert len(found) == len(PROMPTS) * LENGTH
+    assert all(torch.equal(found[text], alone[text]) for text in found)
+
+
+async def test_replayed_whole_and_in_pieces(alone: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill a bucket up change nothing."""
+    device = RecordingDevice()
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
+    found = await logits_of(PROMPTS, max_batch_tokens=20)
+    assert device.recorded == len(bucket_sizes(len(PROMPTS))) + 2 * len(token_buckets(20))
+    assert device.replayed > LENGTH
+    assert found.keys() == alone.keys()
     assert all(torch.equal(found[text], alone[text]) for text in found)
 
 

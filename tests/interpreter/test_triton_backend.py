@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from tests.engine.test_engine import answers, greedy, prompt, settled
 from tests.engine.tiny import kv_memory, started_engine, tiny_model
+from tests.models.harness import SIZES, logits_in_chunks, random_ids, random_model, save
+from tests.models.harness import load as load_decoder
+from tests.models.test_families import CASES
 
 import carousel_kernels as ck
 from carousel.config import Settings, SettingsError, load_settings
@@ -72,6 +76,18 @@ async def test_alone_and_with_a_warm_prefix_cache() -> None:
             assert (await settled(engine)).prefix_cache_hits > 0
         finally:
             engine.stop()
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma3"])
+def test_norms_of_queries_and_keys_with_the_rotary_embedding(case: str, tmp_path: Path) -> None:
+    """In one kernel, with the write of keys and values."""
+    kind, changes = CASES[case]
+    decoder = load_decoder(save(random_model(kind(**{**SIZES, **changes})), tmp_path))
+    ids, sizes = random_ids(24), [9, 1, 14]
+    with ck.use_backend("triton"):
+        found = logits_in_chunks(decoder, ids, sizes)
+    with ck.use_backend("reference"):
+        torch.testing.assert_close(found, logits_in_chunks(decoder, ids, sizes), rtol=1e-3, atol=1e-3)
 
 
 async def test_with_keys_and_values_in_fp8() -> None:

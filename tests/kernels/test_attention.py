@@ -17,7 +17,7 @@ CPU = pytest.mark.parametrize("backend", ["cpu", "cpu-torch"])
 MIXED = [(40, 1), (0, 1), (15, 1), (0, 37), (16, 16), (3, 70), (100, 1), (31, 2)]
 
 
-def run(batch: Batch, backend: str, **options: float | None) -> torch.Tensor:
+def run(batch: Batch, backend: str, **options: object) -> torch.Tensor:
     with torch.inference_mode(), ck.use_backend(backend):
         return ck.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.layout, **options)
 
@@ -47,6 +47,17 @@ def dense(batch: Batch, scale: float, window: int | None, softcap: float | None)
             out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("backend", ck.available_backends())
+@pytest.mark.parametrize("v_scale", [1.0, 0.5])
+def test_the_result_goes_where_it_is_wanted(backend: str, v_scale: float) -> None:
+    batch = make_batch(MIXED)
+    expected = run(batch, backend, scale=0.3, v_scale=v_scale)
+    whole = torch.full((len(batch.q) + 1, *batch.q.shape[1:]), 7.0, dtype=batch.q.dtype)
+    run(fresh(batch), backend, scale=0.3, v_scale=v_scale, out=whole[: len(batch.q)])
+    assert torch.equal(whole[:-1], expected)
+    assert bool((whole[-1] == 7.0).all())
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

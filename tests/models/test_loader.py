@@ -69,6 +69,13 @@ def test_auto_takes_bfloat16_where_model_and_cpu_have_it(directory: Path, monkey
     assert taken("bfloat16") == "float32"
 
 
+def test_a_gpu_computes_in_bfloat16_unless_told_otherwise() -> None:
+    gpu = torch.device("cuda", 1)
+    for stored in ("float32", "bfloat16", "float16", ""):
+        assert loader._dtype("auto", gpu, stored) == torch.bfloat16
+    assert loader._dtype("float16", gpu, "bfloat16") == torch.float16
+
+
 def test_bfloat16_layers_stay_close_and_come_from_the_cache(directory: Path, tmp_path: Path) -> None:
     ids = random_ids(12)
     plain = logits_in_chunks(load_model(directory, dtype="float32").decoder, ids, [5])
@@ -129,4 +136,15 @@ def test_broken_or_foreign_configs_are_refused_by_name(directory: Path) -> None:
         load_model(directory)
     file.write_text("{")
     with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read as JSON"):
+        load_model(directory)
+
+
+def test_a_device_without_enough_memory_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **options: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    monkeypatch.setattr(loader, "Decoder", full)
+    with pytest.raises(ModelLoadError, match=r"model: its weights do not fit into the memory of cpu; use a larger GPU"):
         load_model(directory)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import httpx
@@ -24,7 +25,7 @@ from carousel.engine.engine import Engine
 from carousel.engine.errors import EngineUnavailable
 from carousel.engine.request import FinishReason
 from carousel.models.errors import ModelLoadError
-from carousel.rank_processes import RankProcesses
+from carousel.rank_processes import RankProcesses, join
 from carousel.standalone import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children die with their parent on Linux")
@@ -144,6 +145,39 @@ def test_a_server_and_its_ranks_end_together(directory: Path, number: signal.Sig
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:1", "nccl"), ("cpu", "gloo")])
+def test_a_rank_on_a_gpu_is_bound_to_its_own(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as can be seen without GPUs: what torch is told, in order, by the second of three ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from carousel.models import parallel
+
+    told: list[object] = []
+
+    class Sums:
+        def sum(self, x: torch.Tensor) -> None:
+            told.append(("sum", x))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda which: told.append(("bound", which)))
+    monkeypatch.setattr(torch, "zeros", lambda _, device: device)
+    monkeypatch.setattr(dist, "FileStore", lambda path, size: (path, size))
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **how: told.append((name, how)))
+    monkeypatch.setattr(parallel, "Group", Sums)
+    assert isinstance(join(1, 3, device, "meeting"), Sums)
+    here = None if device == "cpu" else torch.device(device)
+    how = {"store": ("meeting", 3), "rank": 1, "world_size": 3, "timeout": timedelta(seconds=300), "device_id": here}
+    assert told == ([] if here is None else [("bound", here)]) + [(backend, how), ("sum", device)]
+
+
+def test_as_many_gpus_as_ranks_are_wanted(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """A process sees one MIG slice at most, and so does not split a model among several."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(EngineUnavailable, match="-size 2: a GPU for each is needed, torch finds 1"):
+        load(directory, settings(directory, device="cuda"))
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,13 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if sinks is None and k_scale == v_scale == 1.0:
-        out = native.paged_attention(q, k_cache, v_cache, layout, scale, sliding_window, softcap)
-        if out is not None:
-            return out
+        result = native.paged_attention(q, k_cache, v_cache, layout, scale, sliding_window, softcap)
+        if result is not None:
+            return result if out is None else out.copy_(result)
     return fallback.paged_attention(
         q, k_cache, v_cache, layout, scale=scale, sliding_window=sliding_window, softcap=softcap,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
     )  # fmt: skip

@@ -95,16 +95,18 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if sinks is not None or k_cache.dtype == torch.float8_e4m3fn:
         return reference.paged_attention(
             q, k_cache, v_cache, layout, scale=scale, sliding_window=sliding_window, softcap=softcap,
-            sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
         )  # fmt: skip
-    out = attention.paged_attention(
+    result = attention.paged_attention(
         q, k_cache, v_cache, layout, scale=scale * k_scale, sliding_window=sliding_window, softcap=softcap
     )
-    return out if v_scale == 1.0 else out * v_scale
+    result = result if v_scale == 1.0 else result * v_scale
+    return result if out is None else out.copy_(result)
 
 
 def prepare_quantized_linear(

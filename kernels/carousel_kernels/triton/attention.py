@@ -43,13 +43,14 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``carousel_kernels.paged_attention``; with ``layout.deterministic``, by the kernels of ``attention_uniform``.
 
     A leading sequence with ``context_lens`` 0 is padding, as buckets of CUDA graphs need it: its row becomes zeros.
     Heads are contiguous. Raises ValueError for caches of a type that has no kernel.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     call = _Call(
         q, _readable(k_cache), _readable(v_cache), out, layout, sinks,
         (scale, softcap or 0.0, k_scale, v_scale, sliding_window or 0),

@@ -77,6 +77,9 @@ class Device:
 
         return replay, result
 
+    def forget_recordings(self) -> None:
+        """What was recorded until now is not replayed any more; the next recordings share nothing with it."""
+
     def free_bytes(self) -> int:
         """Bytes that may still be taken here, those included that an allocator keeps for later."""
         return free_memory(self.torch_device)
@@ -163,6 +166,9 @@ class CudaDevice(Device):
             result = work()
         self._pool = graph.pool()
         return graph.replay, result
+
+    def forget_recordings(self) -> None:
+        self._pool = None  # a pool whose graphs are gone cannot be recorded into again
 
     def free_bytes(self) -> int:
         gc.collect()

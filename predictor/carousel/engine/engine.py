@@ -25,7 +25,7 @@ from carousel.engine.detokenizer import Detokenizer
 from carousel.engine.device import Device, explain
 from carousel.engine.errors import SHUT_DOWN, EngineUnavailable, InvalidRequest, RequestTooLong
 from carousel.engine.events import Glance
-from carousel.engine.graph_runner import GraphRunner
+from carousel.engine.graph_runner import GraphCapture, GraphRunner
 from carousel.engine.ledger import Ledger
 from carousel.engine.loop import EngineCore, LiveRequest
 from carousel.engine.memory import KVBudget, plan_kv_cache
@@ -85,7 +85,8 @@ class Engine:
         self.generation_defaults: dict[str, Any] = dict(model.generation_defaults)
         self.kv_summary = ""
         self.graph_capture: dict[str, Any] | None = None
-        """What recording decodes took: ``buckets``, the sequences of each recording, and ``seconds``."""
+        """What recording took: ``buckets``, the sequences of each recorded decode; ``token_buckets``, the tokens of
+        each step recorded in pieces; ``graphs``, how many that makes; and ``seconds``."""
         self._device = Device.of(model.decoder.device)
         self._model = model
         self._ranks = model.ranks
@@ -110,12 +111,16 @@ class Engine:
 
         Raises:
             InvalidRequest: the settings do not fit this model or this machine.
+            EngineUnavailable: the device has failed, or has no memory left.
         """
         if self._thread is not None:
             raise RuntimeError("the engine was started before")
-        core = self._build()
-        started = time.monotonic()
-        self._warm_up(core)
+        try:
+            core = self._build()
+            started = time.monotonic()
+            self._warm_up(core)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise EngineUnavailable(explain(error)) from error
         log.info("warm-up: %.2f s", time.monotonic() - started)
         self._warm = True
         if self._ranks is not None:
@@ -130,17 +135,8 @@ class Engine:
         log.info("running on %s", self._device.describe())
         if device.type == "cpu":
             torch.set_num_threads(settings.num_threads)
-        memory = settings.kv_cache_bytes if settings.kv_cache_bytes is not None else settings.kv_cache_fraction
-        assert memory is not None
-        step_bytes = self._step_bytes()
-        budget = plan_kv_cache(
-            decoder.kv_bytes_per_token,
-            memory,
-            max(self._free_memory() - step_bytes, 0),
-            settings.max_model_len,
-            self._model.max_model_len,
-            settings.max_batch_sequences,
-        )
+        depth = int(settings.async_scheduling == "on" or (settings.async_scheduling == "auto" and device.type != "cpu"))
+        budget, runner = self._fit(depth)
         self.kv_summary = str(budget)
         log.info("%s", budget)
         if not settings.max_model_len and budget.max_model_len < self._model.max_model_len:
@@ -151,9 +147,6 @@ class Engine:
             )
         self.max_model_len = budget.max_model_len
         pool = BlockPool(budget.num_blocks)
-        depth = int(settings.async_scheduling == "on" or (settings.async_scheduling == "auto" and device.type != "cpu"))
-        runner = self._make_runner(budget, depth)
-        self._check_room(step_bytes)
         limits = SchedulerLimits(
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_sequences=settings.max_batch_sequences,
@@ -194,19 +187,46 @@ class Engine:
             free = free // self._ranks.size if device.type == "cpu" else min(free, *others)
         return free
 
-    def _check_room(self, step_bytes: int) -> None:
-        """Recorded work and its libraries have taken memory that was not known when the KV pool was sized.
+    def _fit(self, depth: int) -> tuple[KVBudget, DecoderRunner]:
+        """The KV pool and the runner on it: beside them the largest step fits into the device's memory.
+
+        What recorded work and its libraries take is known only once it is recorded. Where that is what the largest step
+        needs, a pool that was given as a fraction becomes so much smaller.
 
         Raises:
-            InvalidRequest: the largest step would not fit any more, at some later time.
+            InvalidRequest: the settings do not fit the model or the memory.
         """
-        left = self._device.free_bytes()
-        if step_bytes and left < step_bytes:
+        settings = self.settings
+        memory = settings.kv_cache_bytes if settings.kv_cache_bytes is not None else settings.kv_cache_fraction
+        assert memory is not None
+        step_bytes = self._step_bytes()
+        free = max(self._free_memory() - step_bytes, 0)
+        budget = self._plan(memory, free)
+        runner = self._make_runner(budget, depth)
+        missing = self._missing(step_bytes)
+        taken = budget.num_tokens * budget.bytes_per_token
+        if 0 < missing < taken and isinstance(memory, float):
+            log.warning("the KV cache becomes %.2f GiB smaller: recorded graphs took the room", missing / 2**30)
+            del runner  # it makes room for the next
+            budget = self._plan(taken - missing, free)
+            runner = self._make_runner(budget, depth)
+            missing = self._missing(step_bytes)
+        if missing > 0:
             raise InvalidRequest(
                 "--kv-cache-memory",
-                self.settings.kv_cache_memory,
-                f"{(step_bytes - left) / 2**30:.2f} GiB less, for the largest step to fit beside it",
+                settings.kv_cache_memory,
+                f"{missing / 2**30:.2f} GiB less, for the largest step to fit beside it",
             )
+        return budget, runner
+
+    def _plan(self, memory: float, free: int) -> KVBudget:
+        settings, model = self.settings, self._model
+        lengths = settings.max_model_len, model.max_model_len
+        return plan_kv_cache(model.decoder.kv_bytes_per_token, memory, free, *lengths, settings.max_batch_sequences)
+
+    def _missing(self, step_bytes: int) -> int:
+        """Bytes that the largest step would lack now, if its needs are known."""
+        return step_bytes - self._device.free_bytes() if step_bytes else 0
 
     def _step_bytes(self) -> int:
         """What the largest steps take beside weights and KV pool, measured where the device counts it."""
@@ -236,12 +256,27 @@ class Engine:
         if not self._device.records:
             return DecoderRunner(*place, device=self._device, deterministic=deterministic, followers=followers)
         runner = GraphRunner(
-            *place, max_rows=seats, device=self._device, deterministic=deterministic, followers=followers
+            *place,
+            max_rows=seats,
+            max_piece_tokens=min(self.settings.piecewise_graph_tokens, self.settings.max_batch_tokens),
+            device=self._device,
+            deterministic=deterministic,
+            followers=followers,
         )
-        capture = runner.capture()
-        self.graph_capture = {"buckets": list(capture.buckets), "seconds": capture.seconds}
-        log.info("recorded decodes of up to %d sequences in %.2f s", seats, capture.seconds)
+        self._note_capture(runner.capture())
         return runner
+
+    def _note_capture(self, capture: GraphCapture) -> None:
+        self.graph_capture = {
+            "buckets": list(capture.buckets),
+            "token_buckets": list(capture.token_buckets),
+            "graphs": capture.graphs,
+            "seconds": capture.seconds,
+        }
+        said = f"decodes of up to {capture.buckets[-1]} sequences"
+        if capture.token_buckets:
+            said += f", steps with prompts of up to {capture.token_buckets[-1]} tokens"
+        log.info("recorded %d graphs in %.2f s: %s", capture.graphs, capture.seconds, said)
 
     def _warm_up(self, core: EngineCore) -> None:
         """Run a real generation at the worst shapes: a whole prompt chunk, a full batch, the costly sampler.

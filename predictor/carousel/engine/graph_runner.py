@@ -1,4 +1,5 @@
-"""A decoder on a device that replays recorded work: decode-only steps in buckets of rows, all others as they come.
+"""A decoder on a device that replays recorded work: decode-only steps in buckets of rows, small ones with prompts piece
+by piece (see ``piecewise``), all others as they come.
 
 For each bucket the forward pass is recorded once, at start, on buffers that are made once. A step copies its numbers
 into them, in one transfer, fetches on the device what only the device knows (the tokens sampled a moment ago, the block
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 
 from carousel.engine.block_pool import blocks_for
+from carousel.engine.buckets import NUM_SCRATCH_BLOCKS, NumberTable, bucket_sizes, scratch_slots
 from carousel.engine.device import Device
+from carousel.engine.piecewise import PiecewiseGraphs, token_buckets
 from carousel.engine.runner import (
     BlockTables,
     DecoderLike,
@@ -25,40 +28,30 @@ from carousel.engine.runner import (
     Executor,
     Ints,
     NewPool,
+    StepNumbers,
     StepResult,
 )
 from carousel.engine.scheduler import Schedule, ScheduledSequence
 from carousel_kernels.layout import BLOCK_SIZE, BatchLayout
 
-NUM_SCRATCH_BLOCKS = 4
-"""Blocks for the rows that fill a bucket up."""
-
 _SECTIONS = 5  # of a bucket's numbers: token ids, positions, slots, context lengths, rows of the block tables
 _PADDING_ROW = 0  # of the block tables
-_STAGES = 2  # steps whose numbers may be on their way: the one in flight, and the one that is being launched
-
-
-def bucket_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows for which decodes are recorded, ascending: 1, 2, 4, then at most 8 or a quarter apart.
-
-    Raises:
-        ValueError: ``max_rows`` < 1.
-    """
-    if max_rows < 1:
-        raise ValueError(f"max_rows: got {max_rows}, allowed: an integer >= 1")
-    sizes, step = [1, 2, 4], 8
-    while sizes[-1] < max_rows:
-        sizes.append(sizes[-1] // step * step + step)
-        if sizes[-1] >= 8 * step:
-            step *= 2
-    return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCapture:
-    """What recording took: the buckets' sizes and seconds."""
+    """What recording took.
+
+    Attributes:
+        buckets: sequences of the decodes that are recorded.
+        token_buckets: tokens of the steps with prompts that are recorded in pieces.
+        graphs: how many recordings that makes.
+        seconds: the time.
+    """
 
     buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+    graphs: int
     seconds: float
 
 
@@ -107,23 +100,25 @@ class _Bucket:
     """The recorded forward pass of ``size`` rows: its inputs, all views of ``numbers``; and how to run it."""
 
     size: int
-    numbers: torch.Tensor
-    staging: list[torch.Tensor]
+    numbers: NumberTable
     layout: BatchLayout
     token_ids: torch.Tensor
     positions: torch.Tensor
     table_rows: torch.Tensor
     replay: Callable[[], None] = field(default=lambda: None)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    turn: int = 0
 
 
 class GraphExecutor(Executor):
-    """An :class:`Executor` that replays decode-only steps. ``pool.max_rows`` is the most sequences of a step."""
+    """An :class:`Executor` that replays decode-only steps, and in pieces those with few tokens.
+
+    ``pool.max_rows`` is the most sequences of a step, ``pool.max_piece_tokens`` the most tokens of one in pieces.
+    """
 
     def __init__(self, decoder: DecoderLike, pool: NewPool, device: Device) -> None:
         super().__init__(decoder, replace(pool, num_blocks=pool.num_blocks + NUM_SCRATCH_BLOCKS), device)
         assert pool.max_rows is not None
+        device.forget_recordings()
         self.scratch = pool.num_blocks
         self._max_model_len = pool.max_model_len
         width = blocks_for(pool.max_model_len)
@@ -133,13 +128,16 @@ class GraphExecutor(Executor):
         self._query_start = device.upload(torch.arange(pool.max_rows + 1, dtype=torch.int32))
         self._all_rows = device.upload(torch.arange(pool.max_rows))
         self.buckets = [self._bucket(size) for size in bucket_sizes(pool.max_rows)]
+        self.pieces = PiecewiseGraphs(
+            decoder, self.kv_cache, device, token_buckets(pool.max_piece_tokens), self.scratch
+        )
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=self._decoder.device)
 
     def _bucket(self, size: int) -> _Bucket:
-        numbers = self._zeros(size * _SECTIONS)
-        token_ids, positions, slots, context, table_rows = numbers.view(_SECTIONS, size)
+        numbers = NumberTable(self._device, self._decoder.device, _SECTIONS, size)
+        token_ids, positions, slots, context, table_rows = numbers.sections
         layout = BatchLayout(
             query_start=self._query_start[: size + 1],
             # int32 where the numbers are int64: the first half of their section.
@@ -151,19 +149,23 @@ class GraphExecutor(Executor):
             num_decodes=size,
             deterministic=self._deterministic,
         )
-        staging = [self._device.staging(size * _SECTIONS) for _ in range(_STAGES)]
-        return _Bucket(size, numbers, staging, layout, token_ids, positions, table_rows)
+        return _Bucket(size, numbers, layout, token_ids, positions, table_rows)
 
     @torch.inference_mode()
     def capture(self) -> GraphCapture:
-        """Record every bucket, the largest first. Takes seconds, and memory for the largest one's activations."""
+        """Record every bucket, the largest first. Takes seconds, and memory for the largest one's activations.
+
+        Recordings share it, be they of decodes or of pieces: only one runs at a time.
+        """
         started = time.perf_counter()
         self._decoder.reserve_positions(self._max_model_len)  # growing later would leave the recorded tables behind
         for bucket in reversed(self.buckets):
             self._fill(bucket, DecodeNumbers(bucket.size, padding(bucket.size, self.scratch), None, [], []))
             bucket.replay, bucket.logits = self._device.record(partial(self._forward, bucket))
+        graphs = len(self.buckets) + self.pieces.capture()
         self._device.read().wait()
-        return GraphCapture(tuple(b.size for b in self.buckets), time.perf_counter() - started)
+        sizes = tuple(bucket.size for bucket in self.buckets), tuple(self.pieces.sizes)
+        return GraphCapture(*sizes, graphs, time.perf_counter() - started)
 
     def _forward(self, bucket: _Bucket) -> torch.Tensor:
         bucket.layout.plan = None  # what an operator derives from the lengths is part of the work
@@ -179,14 +181,26 @@ class GraphExecutor(Executor):
         bucket.replay()
         return bucket
 
+    @torch.inference_mode()
+    def run(self, numbers: StepNumbers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`Executor.run`; a step that fits a recorded number of tokens is replayed between its attentions.
+
+        The token ids are the step's until the next. All ranks decide alike: from the number of tokens.
+        """
+        count = len(numbers.token_ids)
+        bucket = self.pieces.bucket(count)
+        if bucket is None:
+            return super().run(numbers)
+        self.pieces.fill(bucket, numbers)
+        self._insert_pending(bucket.token_ids, numbers.pending_places, numbers.pending_rows)
+        layout, rows = self._layout(numbers, bucket.slots[:count]), self._tensor(numbers.logit_rows)
+        return self.pieces.replay(bucket, layout, rows), bucket.token_ids[:count], rows
+
     def _fill(self, bucket: _Bucket, step: DecodeNumbers) -> None:
         """Put a step's numbers into the bucket's buffers on the device."""
-        bucket.turn = (bucket.turn + 1) % _STAGES
-        stage = bucket.staging[bucket.turn]
-        stage.numpy().reshape(_SECTIONS, bucket.size)[:] = step.numbers
         # For operators that look at the host's copy, as those of the CPU do; a recording does not.
         bucket.layout.context_lens_host[:] = step.numbers[3].view(np.int32)[: bucket.size].tolist()
-        bucket.numbers.copy_(stage, non_blocking=True)
+        bucket.numbers.fill(step.numbers)
         if step.changes is not None:
             places, values = (self._device.upload(torch.from_numpy(part)) for part in step.changes)
             self._mirror.view(-1).index_copy_(0, places, values)
@@ -197,14 +211,14 @@ class GraphExecutor(Executor):
 def padding(size: int, scratch: int) -> Ints:
     """The numbers of ``size`` rows that decode token 0 in the scratch blocks from ``scratch`` on."""
     numbers = np.zeros((_SECTIONS, size), dtype=np.int64)
-    numbers[2] = scratch * BLOCK_SIZE + np.arange(size) % (NUM_SCRATCH_BLOCKS * BLOCK_SIZE)
+    numbers[2] = scratch_slots(scratch, size)
     numbers[3].view(np.int32)[:size] = 1
     numbers[4] = _PADDING_ROW
     return numbers
 
 
 class GraphRunner(DecoderRunner):
-    """A :class:`DecoderRunner` that replays decode-only steps. It wants ``max_rows``."""
+    """A :class:`DecoderRunner` that replays decode-only steps, and others in pieces. It wants ``max_rows``."""
 
     tables_type = _WatchedTables
     executor_type = GraphExecutor
@@ -218,7 +232,7 @@ class GraphRunner(DecoderRunner):
 
     @torch.inference_mode()
     def run(self, step: Schedule) -> StepResult:
-        """One forward pass over every token of ``step``, replayed where it only decodes."""
+        """One forward pass over every token of ``step``, replayed as a whole where it only decodes."""
         rows, sampled, prompts = self._logit_rows(step)
         if prompts or any(entry.num_new_tokens != 1 for entry in step.entries):
             return super().run(step)

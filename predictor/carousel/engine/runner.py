@@ -36,6 +36,9 @@ class DecoderLike(Protocol):
     @property
     def ranks(self) -> Ranks: ...
 
+    @property
+    def num_layers(self) -> int: ...
+
     def allocate_kv_cache(self, num_blocks: int) -> KVCache: ...
 
     def reserve_positions(self, length: int) -> None: ...
@@ -48,6 +51,22 @@ class DecoderLike(Protocol):
         kv_cache: KVCache,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor: ...
+
+    def before_attention(
+        self,
+        index: int,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv_cache: KVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def attention(
+        self, index: int, queries: torch.Tensor, layout: BatchLayout, kv_cache: KVCache, out: torch.Tensor
+    ) -> None: ...
+
+    def after_attention(self, x: torch.Tensor, residual: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor: ...
 
 
 class Followers(Protocol):
@@ -63,13 +82,17 @@ class Followers(Protocol):
 
 @dataclass(slots=True)
 class NewPool:
-    """Message: make an executor, with a KV pool, in place of the one before. ``max_rows``: of recorded decodes."""
+    """Message: make an executor, with a KV pool, in place of the one before.
+
+    ``max_rows``: of recorded decodes; ``max_piece_tokens``: of other steps that are recorded in pieces.
+    """
 
     num_blocks: int
     max_sequences: int
     max_model_len: int
     deterministic: bool
     max_rows: int | None = None
+    max_piece_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -181,23 +204,25 @@ class Executor:
     @torch.inference_mode()
     def run(self, numbers: StepNumbers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One forward pass: logits float32 [R, V], token ids [T] and ``logit_rows`` on the device."""
+        layout = self._layout(numbers, self._tensor(numbers.slots))
+        ids, positions, rows = map(self._tensor, (numbers.token_ids, numbers.positions, numbers.logit_rows))
+        self._insert_pending(ids, numbers.pending_places, numbers.pending_rows)
+        return self._decoder.forward(ids, positions, layout, self.kv_cache, rows), ids, rows
 
-        def tensor(values: Ints) -> torch.Tensor:
-            return self._device.upload(torch.from_numpy(values))
+    def _tensor(self, values: Ints) -> torch.Tensor:
+        return self._device.upload(torch.from_numpy(values))
 
-        layout = BatchLayout(
-            query_start=tensor(numbers.query_start),
-            context_lens=tensor(numbers.context_lens),
-            block_tables=tensor(numbers.block_tables),
-            slots=tensor(numbers.slots),
+    def _layout(self, numbers: StepNumbers, slots: torch.Tensor) -> BatchLayout:
+        return BatchLayout(
+            query_start=self._tensor(numbers.query_start),
+            context_lens=self._tensor(numbers.context_lens),
+            block_tables=self._tensor(numbers.block_tables),
+            slots=slots,
             query_lens_host=np.diff(numbers.query_start).tolist(),
             context_lens_host=numbers.context_lens.tolist(),
             num_decodes=numbers.num_decodes,
             deterministic=self._deterministic,
         )
-        ids, positions, rows = tensor(numbers.token_ids), tensor(numbers.positions), tensor(numbers.logit_rows)
-        self._insert_pending(ids, numbers.pending_places, numbers.pending_rows)
-        return self._decoder.forward(ids, positions, layout, self.kv_cache, rows), ids, rows
 
     @torch.inference_mode()
     def feed(self, rows: list[int], tokens: torch.Tensor | None = None) -> None:
@@ -226,6 +251,7 @@ class DecoderRunner:
         max_sequences: most sequences that may hold blocks at once.
         max_model_len: longest context, in tokens.
         max_rows: most sequences of a step, for a runner that replays its decodes.
+        max_piece_tokens: most tokens of a step with prompts that such a runner replays in pieces; 0: none.
         device: None: the decoder's own.
         deterministic: attention of a token does not depend on what else is in the step (``BatchLayout``).
         followers: the ranks that run the rest of the decoder; None: it is whole.
@@ -242,6 +268,7 @@ class DecoderRunner:
         max_model_len: int,
         *,
         max_rows: int | None = None,
+        max_piece_tokens: int = 0,
         device: Device | None = None,
         deterministic: bool = False,
         followers: Followers | None = None,
@@ -249,7 +276,7 @@ class DecoderRunner:
         self._device = device or Device.of(decoder.device)
         self._followers = followers
         self._tables = self.tables_type(max_sequences, blocks_for(max_model_len))
-        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic, max_rows)
+        pool = NewPool(num_blocks, max_sequences, max_model_len, deterministic, max_rows, max_piece_tokens)
         self._tell(pool)
         self._executor = self.executor_type(decoder, pool, self._device)
 

@@ -123,25 +123,56 @@ class _Layer:
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(branch output, residual) of the last layer -> the same of this one; only ``rows`` of it, if given."""
+        q, residual = self.before_attention(x, residual, positions, layout.slots, k_cache, v_cache)
+        x = self.attention(q, layout, k_cache, v_cache)
+        if rows is not None:
+            x = x.index_select(0, rows)
+            residual = residual.index_select(0, rows)
+        return self.after_attention(x, residual)
+
+    def before_attention(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch output, residual) of the last layer -> queries [T, Hq, D], residual; keys and values are written."""
         if residual is None:
             residual = x
             x = ck.rms_norm(x, self.attention_norm, self.eps)
         else:
             x, residual = ck.add_rms_norm(x, residual, self.attention_norm, self.eps)
         q, k, v = self.qkv(x).view(-1, self.total_heads, self.head_dim).split(self.sections, dim=1)
+        if self.rope is not None:
+            ck.rope_write_kv(
+                q, k, v, self.rope, positions, k_cache, v_cache, slots,
+                q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps,
+            )  # fmt: skip
+            return q, residual
         if self.q_norm is not None and self.k_norm is not None:
             q = ck.rms_norm(q, self.q_norm, self.eps)
             k = ck.rms_norm(k, self.k_norm, self.eps)
-        if self.rope is None:
-            ck.write_kv(k, v, k_cache, v_cache, layout.slots)
-        else:
-            ck.rope_write_kv(q, k, v, self.rope, positions, k_cache, v_cache, layout.slots)
-        x = ck.paged_attention(
-            q, k_cache, v_cache, layout, scale=self.scale, sliding_window=self.window, softcap=self.softcap
+        ck.write_kv(k, v, k_cache, v_cache, slots)
+        return q, residual
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        layout: BatchLayout,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Queries [T, Hq, D] -> [T, Hq * D], in ``out`` [T, Hq, D] if given."""
+        return ck.paged_attention(
+            q, k_cache, v_cache, layout, scale=self.scale, sliding_window=self.window, softcap=self.softcap, out=out
         ).view(-1, self.width)
-        if rows is not None:
-            x = x.index_select(0, rows)
-            residual = residual.index_select(0, rows)
+
+    def after_attention(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention gave [T, Hq * D], residual -> (branch output, residual) of this layer."""
         x = self.output(x)
         if self.post_attention_norm is not None:
             x = ck.rms_norm(x, self.post_attention_norm, self.eps)
@@ -296,11 +327,15 @@ class Decoder:
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
-            return F.embedding(token_ids, self._embedding)
-        begin, end = self._split.vocab
-        elsewhere = (token_ids < begin) | (token_ids >= end)
-        rows = F.embedding((token_ids - begin).masked_fill_(elsewhere, 0), self._embedding)
-        return self.ranks.sum(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+            x = F.embedding(token_ids, self._embedding)
+        else:
+            begin, end = self._split.vocab
+            elsewhere = (token_ids < begin) | (token_ids >= end)
+            rows = F.embedding((token_ids - begin).masked_fill_(elsewhere, 0), self._embedding)
+            x = self.ranks.sum(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+        if self._embedding_scale != 1.0:
+            x *= self._embedding_scale
+        return x
 
     def forward(
         self,
@@ -324,14 +359,16 @@ class Decoder:
         if max(layout.context_lens_host) > self._rope_rows:
             self.reserve_positions(max(layout.context_lens_host))
         x = self._embedded(token_ids)
-        if self._embedding_scale != 1.0:
-            x *= self._embedding_scale
         # Past the last layer's attention only the wanted rows are needed; that saves its MLP for prompt tokens.
         wanted = logit_rows if logit_rows.shape[0] < token_ids.shape[0] else None
         x, residual = self._through_layers(x, positions, layout, kv_cache, wanted)
+        return self._logits(x, residual, logit_rows if wanted is None else None)
+
+    def _logits(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """(branch output, residual) of the last layer -> float32 [R, V], of ``rows``, if given."""
         x, _ = ck.add_rms_norm(x, residual, self._norm, self.config.rms_norm_eps)
-        if wanted is None:
-            x = x.index_select(0, logit_rows)
+        if rows is not None:
+            x = x.index_select(0, rows)
         logits = self._head(x)
         if self.ranks.size > 1:
             logits = F.pad(logits, (0, self._split.vocab_width - logits.shape[1]))
@@ -340,6 +377,53 @@ class Decoder:
         if self.config.final_softcap is not None:
             logits = logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
         return logits
+
+    # ---- the same in pieces, for a caller that records what lies between attentions
+
+    @property
+    def num_layers(self) -> int:
+        """How many attentions there are."""
+        return len(self._layers)
+
+    def before_attention(
+        self,
+        index: int,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv_cache: KVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the attention before number ``index`` to its queries. Every row is computed by itself.
+
+        Args:
+            index: of the layer.
+            x: what :meth:`attention` gave for the layer before, [T, Hq, D]; for the first layer token ids, int64 [T].
+            residual: [T, H]; its memory may be used for the result. None for the first layer.
+            positions, slots: int64 [T]; K and V are written into the layer's cache.
+            kv_cache: as for :meth:`forward`.
+
+        Returns:
+            Queries [T, Hq, D] and residual [T, H]. RoPE reaches as far as :meth:`reserve_positions` was told.
+        """
+        if residual is None:
+            x = self._embedded(x)
+        else:
+            before = self._layers[index - 1]
+            x, residual = before.after_attention(x.view(-1, before.width), residual)
+        return self._layers[index].before_attention(x, residual, positions, slots, *kv_cache[index])
+
+    def attention(
+        self, index: int, queries: torch.Tensor, layout: BatchLayout, kv_cache: KVCache, out: torch.Tensor
+    ) -> None:
+        """Attention of layer ``index``: queries [T, Hq, D] -> ``out`` [T, Hq, D], contiguous."""
+        self._layers[index].attention(queries, layout, *kv_cache[index], out)
+
+    def after_attention(self, x: torch.Tensor, residual: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """From the last attention [T, Hq, D] to the logits float32 [R, V] of int64 [R] rows."""
+        last = self._layers[-1]
+        x = x.view(-1, last.width).index_select(0, logit_rows)
+        return self._logits(*last.after_attention(x, residual.index_select(0, logit_rows)))
 
     def _through_layers(
         self,

@@ -278,6 +278,9 @@ class GGUFSource:
         else:
             self._read(raw, out, scale, offset, part)
 
+    def complete(self) -> None:
+        pass
+
     def _permuted_heads(self, name: str) -> int:
         """How many heads' rows the converter permuted in this tensor; 0 for none."""
         if self.architecture not in _PERMUTED:

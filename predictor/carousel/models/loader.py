@@ -24,8 +24,9 @@ from .packed import PackedSource, PackedWeights, scheme_of_checkpoint
 from .parallel import ALONE, Ranks
 from .prepared import PreparedStore
 from .quantization import HALF, quantized_decoder, scheme_of
+from .staging import StagedSource
 from .tokenizer import Tokenizer, load_gguf_tokenizer, load_tokenizer, read_json
-from .weights import DecoderWeights, TensorSource, open_safetensors
+from .weights import DecoderWeights, SafetensorsSource, TensorSource, open_safetensors
 
 if TYPE_CHECKING:
     from carousel.engine.ranks import RankGroup
@@ -101,7 +102,7 @@ def load_model(
         raise ValueError(f"dtype {dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
     scheme = scheme_of(quantization, device)
     store = PreparedStore(cache_dir) if cache_dir is not None else None
-    config, source, tokenizer, defaults, stored = open_checkpoint(path)
+    config, source, tokenizer, defaults, stored = open_checkpoint(path, device)
     torch_dtype = _dtype(dtype, device, stored) if scheme == "none" or dtype != "auto" else _default(device)
     computed = torch_dtype
     if device.type == "cpu" and torch_dtype is torch.bfloat16:
@@ -109,7 +110,7 @@ def load_model(
         scheme = HALF if scheme == "none" else scheme
     measured = store.restore_choices() if store else {}
     group = ranks or ALONE
-    with ck.uniform_linears() if deterministic else nullcontext():
+    with ck.uniform_linears() if deterministic else nullcontext(), _room(path, device):
         if scheme == "none":
             weights: TensorSource | DecoderWeights = source
             if isinstance(source, PackedSource) and device.type != "cpu":
@@ -124,6 +125,8 @@ def load_model(
     if isinstance(source, PackedSource):
         # A CPU has no kernel for these formats: they take the room of plain weights there.
         how = f", from {source.scheme.name}{'' if device.type != 'cpu' else ', widened'}{how}"
+    if isinstance(staged := source.source if isinstance(source, PackedSource) else source, StagedSource):
+        how += f"; {staged}"
     log(
         f"loaded {config.architecture} from {path} in {time.monotonic() - started:.2f} s: "
         f"{decoder.weight_bytes / 2**20:.0f} MiB of weights, {str(torch_dtype).removeprefix('torch.')} on {device}{how}"
@@ -135,16 +138,16 @@ _Parts = tuple[DecoderConfig, TensorSource, Tokenizer, dict[str, Any], str]
 """The last: what type the config says that the weights have; "" where it does not say."""
 
 
-def open_checkpoint(path: Path) -> _Parts:
-    """What lies at a path, before any weight is read: config, weights, tokenizer, generation defaults, and the type
-    that the config says the weights have.
+def open_checkpoint(path: Path, device: torch.device) -> _Parts:
+    """What lies at a path, before any weight is read: config, weights for a device, tokenizer, generation defaults, and
+    the type that the config says the weights have.
 
     Raises:
         ModelLoadError, UnsupportedModel: as :func:`load_model`.
     """
     file = _find_gguf(path)
     with _damage(file or path):
-        return _read_directory(path) if file is None else _read_gguf(file)
+        return _read_directory(path, device) if file is None else _read_gguf(file)
 
 
 def _read_gguf(file: Path) -> _Parts:
@@ -154,13 +157,19 @@ def _read_gguf(file: Path) -> _Parts:
     return config, source, load_gguf_tokenizer(source.metadata, str(file)), _gguf_defaults(source.metadata), ""
 
 
-def _read_directory(path: Path) -> _Parts:
+def _opened(path: Path, device: torch.device) -> SafetensorsSource | StagedSource:
+    """A GPU's memory is filled by copies, which want pinned buffers; a CPU's by mapping the files."""
+    source = open_safetensors(path)
+    return StagedSource(source, device) if device.type == "cuda" else source
+
+
+def _read_directory(path: Path, device: torch.device) -> _Parts:
     hf = read_json(path / "config.json")
     if not hf:
         raise ModelLoadError(f"{path}: no config.json and no *.gguf in it; is it a model directory?")
     config = _config(hf, path / "config.json")
     scheme = scheme_of_checkpoint(hf)
-    plain = open_safetensors(path)
+    plain = _opened(path, device)
     source: TensorSource = plain if scheme is None else PackedSource(plain, scheme)
     defaults = read_json(path / "generation_config.json")
     stored = str(hf.get("dtype") or hf.get("torch_dtype") or "")
@@ -184,6 +193,18 @@ def _damage(where: Path) -> Generator[None, None, None]:
         raise ModelLoadError(
             f"{where}: its config, vocabulary or metadata is damaged ({type(error).__name__}: {str(error)[:200]}); "
             "download it again"
+        ) from error
+
+
+@contextmanager
+def _room(path: Path, device: torch.device) -> Generator[None, None, None]:
+    """A device's memory that does not suffice is said of the model."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"{path}: its weights do not fit into the memory of {device}; use a larger GPU, a quantised version of the "
+            "model, or several GPUs (--tensor-parallel-size)"
         ) from error
 
 

@@ -160,7 +160,7 @@ class PackedSource:
     """A quantised checkpoint as a ``TensorSource`` of plain weights.
 
     Args:
-        source: the checkpoint.
+        source: the checkpoint; kept as ``source``.
         scheme: how it is quantised. Layers that it left plain are found by their names.
 
     Raises:
@@ -168,7 +168,7 @@ class PackedSource:
     """
 
     def __init__(self, source: RawSource, scheme: Scheme) -> None:
-        self._source = source
+        self.source = source
         self.scheme = scheme
         shapes = dict(source.shapes())
         self._layers: dict[str, set[str]] = {}
@@ -197,7 +197,7 @@ class PackedSource:
         if scheme.method == "packed":
             packed = shapes.get(f"{layer}.weight_packed", (0, 0))
             if f"{layer}.weight_shape" in shapes:
-                rows, columns = self._source.raw(f"{layer}.weight_shape").tolist()
+                rows, columns = self.source.raw(f"{layer}.weight_shape").tolist()
                 return int(rows), int(columns)
             return packed[0], packed[1] * (32 // scheme.bits)
         return shapes.get(f"{layer}.weight", (0, 0))
@@ -208,17 +208,17 @@ class PackedSource:
     def where(self, name: str) -> str:
         layer, _, field = name.rpartition(".")
         fields = self._layers.get(layer)
-        return self._source.where(f"{layer}.{min(fields)}" if fields and field == "weight" else name)
+        return self.source.where(f"{layer}.{min(fields)}" if fields and field == "weight" else name)
 
     def files(self) -> Sequence[Path]:
-        return self._source.files()
+        return self.source.files()
 
     def read(
         self, name: str, out: torch.Tensor, *, scale: float = 1.0, offset: float = 0.0, part: Part | None = None
     ) -> None:
         layer, _, field = name.rpartition(".")
         if field != "weight" or layer not in self._layers:
-            self._source.read(name, out, scale=scale, offset=offset, part=part)
+            self.source.read(name, out, scale=scale, offset=offset, part=part)
             return
         weight = self.packed(layer)
         assert weight is not None
@@ -226,6 +226,9 @@ class PackedSource:
             weight, part = weight.part(0, part.begin, part.end), None
         dense = weight.dense(torch.float32)
         copy_rows(dense if part is None else part.of(dense), out, scale, offset)
+
+    def complete(self) -> None:
+        self.source.complete()
 
     def packed(self, layer: str) -> PackedWeight | None:
         """A layer's weight as it is stored, unpacked to one form; None if it is plain.
@@ -243,7 +246,7 @@ class PackedSource:
                     f"{self.where(f'{layer}.weight')}: {layer} has no {field}, which {self.scheme.name} needs; "
                     "the weights do not belong to this config, or the download is incomplete"
                 )
-            return self._source.raw(f"{layer}.{field}")
+            return self.source.raw(f"{layer}.{field}")
 
         try:
             return self._unpacked(layer, fields, raw)

@@ -14,7 +14,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,8 +48,12 @@ class TensorSource(Protocol):
     ) -> None:
         """Write tensor * scale + offset, computed in float32, into ``out``: same shape, any float dtype and device.
 
-        With ``part`` only that of the tensor, and as little else as possible is read.
+        With ``part`` only that of the tensor, and as little else as possible is read. A source may put it off until
+        :meth:`complete`, as one for GPUs does; before that nobody looks at what is in ``out``.
         """
+
+    def complete(self) -> None:
+        """Have all that :meth:`read` was asked for be there."""
 
 
 def copy_rows(source: torch.Tensor, out: torch.Tensor, scale: float = 1.0, offset: float = 0.0) -> None:
@@ -84,6 +88,9 @@ class DictSource:
     ) -> None:
         tensor = self._tensors[name]
         copy_rows(tensor if part is None else part.of(tensor), out, scale, offset)
+
+    def complete(self) -> None:
+        pass
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
@@ -136,6 +143,21 @@ _SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U1
 _SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 MAX_HEADER_BYTES = 32 * 2**20
 """Of a safetensors header. The largest models' have some MB, and parsed it takes ten times its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor lies: bytes [``begin``, ``end``) of a file are ``shape`` of ``dtype``, row by row.
+
+    ``part``: what is wanted of it, where that is no range of the file.
+    """
+
+    path: Path
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    part: Part | None = None
 
 
 class _SafetensorsFile:
@@ -202,42 +224,59 @@ class _SafetensorsFile:
         return ModelLoadError(f"{self.path}: tensor {_short(name)} {what}; its header is damaged, download it again")
 
     def read(self, name: str, out: torch.Tensor, scale: float, offset: float, part: Part | None) -> None:
-        entry = self.entries[name]
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ModelLoadError(
-                f"{self.path}: tensor {name} has dtype {entry['dtype']}, supported: {', '.join(_DTYPES)}; "
-                "use an unquantised version of the model, or a GGUF file"
-            )
-        begin, end = (self.start + at for at in entry["data_offsets"])
-        shape = tuple(entry["shape"])
-        if part is not None and part.dim == 0:  # a range of the file
-            row = (end - begin) // max(1, shape[0])
-            begin, end = begin + part.begin * row, begin + part.end * row
-            shape, part = part.shape_of(shape), None
-        if begin == end:
+        extent = self.extent(name, part)
+        if extent.begin == extent.end:
             return
-        flat = torch.frombuffer(self.map, dtype=torch.uint8, offset=begin, count=end - begin)
-        if begin % dtype.itemsize:  # allowed by the format's early versions; a typed view needs alignment
+        flat = torch.frombuffer(self.map, dtype=torch.uint8, offset=extent.begin, count=extent.end - extent.begin)
+        if extent.begin % extent.dtype.itemsize:  # allowed by the format's early versions; typed views need alignment
             flat = flat.clone()
-        tensor = flat.view(dtype).view(shape)
-        copy_rows(tensor if part is None else part.of(tensor), out, scale, offset)
-        drop_pages(self.map, begin, end)
+        tensor = flat.view(extent.dtype).view(extent.shape)
+        copy_rows(tensor if extent.part is None else extent.part.of(tensor), out, scale, offset)
+        drop_pages(self.map, extent.begin, extent.end)
 
     def raw(self, name: str) -> torch.Tensor:
         """A copy in the tensor's own type."""
-        entry = self.entries[name]
-        dtype = _RAW_DTYPES.get(entry["dtype"])
+        extent = self.raw_extent(name)
+        if extent.begin == extent.end:
+            return torch.empty(extent.shape, dtype=extent.dtype)
+        flat = torch.frombuffer(self.map, dtype=torch.uint8, offset=extent.begin, count=extent.end - extent.begin)
+        flat = flat.clone()
+        drop_pages(self.map, extent.begin, extent.end)
+        return flat.view(extent.dtype).view(extent.shape)
+
+    def extent(self, name: str, part: Part | None) -> Extent:
+        """Of a tensor of floats, or of its part."""
+        dtype = _DTYPES.get(self.entries[name]["dtype"])
         if dtype is None:
             raise ModelLoadError(
-                f"{self.path}: tensor {name} has dtype {entry['dtype']}, supported: {', '.join(_RAW_DTYPES)}"
+                f"{self.path}: tensor {name} has dtype {self.entries[name]['dtype']}, supported: {', '.join(_DTYPES)}; "
+                "use an unquantised version of the model, or a GGUF file"
             )
+        whole = self._extent(name, dtype)
+        if part is None or part.dim != 0:
+            return replace(whole, part=part)
+        row = (whole.end - whole.begin) // max(1, whole.shape[0])
+        return replace(
+            whole,
+            begin=whole.begin + part.begin * row,
+            end=whole.begin + part.end * row,
+            shape=part.shape_of(whole.shape),
+        )
+
+    def raw_extent(self, name: str) -> Extent:
+        """Of a tensor in its own type."""
+        dtype = _RAW_DTYPES.get(self.entries[name]["dtype"])
+        if dtype is None:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name} has dtype {self.entries[name]['dtype']}, "
+                f"supported: {', '.join(_RAW_DTYPES)}"
+            )
+        return self._extent(name, dtype)
+
+    def _extent(self, name: str, dtype: torch.dtype) -> Extent:
+        entry = self.entries[name]
         begin, end = (self.start + at for at in entry["data_offsets"])
-        if begin == end:
-            return torch.empty(entry["shape"], dtype=dtype)
-        flat = torch.frombuffer(self.map, dtype=torch.uint8, offset=begin, count=end - begin).clone()
-        drop_pages(self.map, begin, end)
-        return flat.view(dtype).view(entry["shape"])
+        return Extent(self.path, begin, end, dtype, tuple(entry["shape"]))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -283,9 +322,28 @@ class SafetensorsSource:
     ) -> None:
         self._files[name].read(self._names[name], out, scale, offset, part)
 
+    def complete(self) -> None:
+        pass
+
     def raw(self, name: str) -> torch.Tensor:
         """The tensor as it is stored."""
         return self._files[name].raw(self._names[name])
+
+    def extent(self, name: str, part: Part | None = None) -> Extent:
+        """Where the tensor lies, or a part of it.
+
+        Raises:
+            ModelLoadError: it does not hold floats.
+        """
+        return self._files[name].extent(self._names[name], part)
+
+    def raw_extent(self, name: str) -> Extent:
+        """Where the tensor lies, of whatever type it is.
+
+        Raises:
+            ModelLoadError: torch has no such type.
+        """
+        return self._files[name].raw_extent(self._names[name])
 
 
 def _shards(index: Path) -> list[str]:
@@ -404,7 +462,10 @@ class DecoderWeights:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """ModelLoadError if there are tensors that the decoder does not know: ignoring them would be wrong."""
+        """Everything was asked for: have it all be there.
+
+        ModelLoadError if there are tensors that the decoder does not know: ignoring them would be wrong.
+        """
 
 
 class Weights(DecoderWeights):
@@ -496,3 +557,4 @@ class Weights(DecoderWeights):
                 f"({', '.join(left[:4])}{', …' if len(left) > 4 else ''}); this is not a plain "
                 f"{self.config.architecture}, and without them its output would be wrong"
             )
+        self._source.complete()
