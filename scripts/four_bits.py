@@ -1,6 +1,6 @@
 """What 4-bit weights would cost in quality, which is why they are not offered: perplexity on the text of quality.py.
 
-    python -m scripts.four_bits [--model URI] [--max-tokens N] [--group 32]
+    python scripts/four_bits.py [--model URI] [--max-tokens N] [--group 32]
 
 Linear layers but the output layer are rounded to 16 levels for every group of adjacent inputs of an output, times a
 scale in bfloat16, and computed in float32: what a kernel would read is 4 bits a weight and 16 a group. Three ways:
@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from scripts.quality import TEXT, measure
 
 from carousel.config import DEMO_MODEL
 from carousel.models.decoder import Decoder
@@ -27,6 +26,7 @@ from carousel.models.loader import open_checkpoint
 from carousel.models.parallel import Part
 from carousel.models.source import resolve
 from carousel.models.weights import TensorSource
+from quality import TEXT, measure
 
 EVEN = torch.arange(-8.0, 8.0)
 _STARTS = (0.8, 0.9, 1.0, 1.1)  # of the searched scales, relative to that of the largest magnitude
