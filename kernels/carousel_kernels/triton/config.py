@@ -134,9 +134,9 @@ def decode_config(target: Target, cache: torch.dtype, dim: int, group: int) -> A
         return AttentionConfig(64, block_m, 4, 2)  # a tile costs a time of its own there, whatever its size
     row = next_power_of_2(dim) * cache.itemsize
     # Triton halves the stages between the block table and the keys it leads to: five make two tiles of keys and values
-    # in flight. Three such programs are to fit in an SM. FP8 is widened in registers, which 128 tokens exhaust.
+    # in flight. Three such programs are to fit in an SM. FP8 is widened in registers, which more values exhaust.
     budget = target.max_shared // (4 if target.is_amd else 6)
-    block_n = 128 if row <= 128 and cache.itemsize > 1 else 64
+    block_n = (64 if row < 128 else 32) if cache.itemsize == 1 else 128 if row <= 128 else 64
     while block_n > 16 and 2 * block_n * row > budget:
         block_n //= 2
     return AttentionConfig(block_n, block_m, 4, target.stages(5))
@@ -170,4 +170,5 @@ def uniform_config(target: Target, cache: torch.dtype, dim: int) -> AttentionCon
         return AttentionConfig(16, 32, 8, target.stages(2))
     # Two sums are held at once: 8 warps, or on AMD, where more warps have fewer registers each, 4.
     warps, tile = 4 if target.is_amd else 8, 32 if next_power_of_2(dim) > 128 else 64
-    return AttentionConfig(tile, tile, warps, target.stages(5))
+    rows = tile if target.is_amd or target.fp8 else 32  # more do not fit into the registers of sm_80
+    return AttentionConfig(tile, rows, warps, target.stages(5))
