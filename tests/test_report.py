@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -342,3 +343,10 @@ class TestCommand:
     def test_a_missing_run_is_an_error_in_one_line(self, capsys: Any) -> None:
         assert command.main(["nowhere.json"]) == 1
         assert capsys.readouterr().err == "carousel report: nowhere.json: No such file or directory\n"
+
+
+def test_no_two_lines_look_alike() -> None:
+    labels = [f"engine {number}" for number in range(4 * len(plots.COLOURS))]
+    experiment = SimpleNamespace(labels=labels)
+    looks = [plots.line(experiment, label) for label in labels]  # type: ignore[arg-type]
+    assert len({(look["color"], look["linestyle"]) for look in looks}) == len(labels)

@@ -62,6 +62,13 @@ def colour(experiment: Experiment, label: str) -> str:
     return COLOURS[experiment.labels.index(label) % len(COLOURS)]
 
 
+def line(experiment: Experiment, label: str) -> dict[str, Any]:
+    """How a label's line is drawn; one whose colour another has is not whole."""
+    strokes = ("-", "--", ":", "-.")
+    stroke = strokes[experiment.labels.index(label) // len(COLOURS) % len(strokes)]
+    return {"label": label, "color": colour(experiment, label), "linestyle": stroke, "marker": "o", "markersize": 4}
+
+
 def rate_text(rate: float) -> str:
     return "all at once" if math.isinf(rate) else f"{rate:g}/s"
 
@@ -84,14 +91,7 @@ def curves(experiment: Experiment) -> Figure | None:
                 for run in experiment.of(label)
                 if run.figures[metric][statistic] is not None
             ]
-            axes.plot(
-                [x for x, _, _ in found],
-                [y for _, y, _ in found],
-                "o-",
-                label=label,
-                color=colour(experiment, label),
-                ms=4,
-            )
+            axes.plot([x for x, _, _ in found], [y for _, y, _ in found], **line(experiment, label))
             for x, y, rate in found:
                 axes.annotate(
                     rate_text(rate), (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6.5, color="#555"
@@ -122,7 +122,7 @@ def offered(experiment: Experiment) -> Figure | None:
             known = [(rate, value) for rate, value in points if value is not None]
             shown += [value for _, value in known]
             across, up = [rate for rate, _ in known], [value for _, value in known]
-            axes.plot(across, up, "o-", label=label, color=colour(experiment, label), ms=4)
+            axes.plot(across, up, **line(experiment, label))
         top = max(shown, default=1.0)
         if metric is not None and shown:
             top = min(top, 4 * float(np.median(shown)))
@@ -273,8 +273,8 @@ def within_limits(experiment: Experiment, limits: Sequence[tuple[str, float]]) -
         axes.plot(
             [run.figures["requests_per_second"] if math.isinf(run.rate) else run.rate for run in runs],
             [share_within(run, limits) * run.figures["requests_per_second"] for run in runs],
-            "o-", ms=4, label=label, color=colour(experiment, label),
-        )  # fmt: skip
+            **line(experiment, label),
+        )
     shown = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits)
     axes.set(
         title=f"goodput: {shown}",
